@@ -133,12 +133,15 @@ def test_each_broken_setting_or_file_is_a_problem(capsys, tmp_path, text, break_
     assert found[what]["level"] == "problem" and says in found[what]["says"]
 
 
-def test_a_port_in_use_is_a_problem(capsys):
+def test_a_port_in_use_and_a_file_in_place_of_the_runs_are_problems(capsys, tmp_path):
+    (tmp_path / "runs").touch()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        code, found = findings_of(capsys, "--master-addr", "127.0.0.1", "--master-port", str(taken.getsockname()[1]))
+        at = ["--master-addr", "127.0.0.1", "--master-port", str(taken.getsockname()[1])]
+        code, found = findings_of(capsys, *at, "--runs", str(tmp_path / "runs"))
         assert code == 1 and "cannot be used" in found["rank 0"]["says"]
+        assert found["disk"]["level"] == "problem" and found["disk"]["says"].endswith("runs is a file")
 
 
 def test_a_model_that_does_not_fit_is_a_problem_and_is_not_measured(capsys, tmp_path, text, monkeypatch):

@@ -62,10 +62,13 @@ def test_a_hub_whose_stdout_was_closed_before_the_token_serves(
         process.stderr.close()
 
 
-def test_a_hub_whose_port_was_taken_prints_its_token_at_another(tmp_path: Path) -> None:
+def test_a_hub_whose_port_was_taken_prints_its_token_at_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        at = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert main(["hub", "--out", str(tmp_path / "hub"), "--listen", at]) == 1
+        at, run = f"127.0.0.1:{taken.getsockname()[1]}", tmp_path / "run"
+        assert main(["hub", "--out", str(tmp_path / "hub"), "--listen", at, "--published", str(run)]) == 1
+    assert "run has no versions yet; followers wait until" in " ".join(capsys.readouterr().out.split())
     hub = HubProcess(tmp_path / "hub", "--address", "hub.example")
     try:
         assert hub.process.stdout and ", which replicas dial at hub.example (--address); machines that join" in hub.said

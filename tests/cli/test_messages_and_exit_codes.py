@@ -66,10 +66,15 @@ from thinwire.lm.run import Run
             ["train", "--model", "nano", "--own-text"],
             "own_text=True with carrier='processes': an elastic run is needed",
         ),
+        (["hub", "--out", "text.txt"], "text.txt: File exists, and a folder is needed. Check the path"),
+        (
+            ["simulate", "run", "--step-seconds", "1", "--link", "1mbit", "--failures", "1min"],
+            "failures='1min': times with units between slashes are needed, such as 10min/7d or 10min/7d/30s.",
+        ),
         (["train", "--text", "/dev/null"], "/dev/null is a pipe or a device; a file or folder is needed."),
         (["train", "--model", "hf:", "--tokenizer", "bytes"], "model '': "),
         (
-            ["train", "--fragments", "0"],
+            ["train", "--model", "tiny", "--fragments", "0"],
             "between 1 and 4 is needed (what is outside the layers is a fragment of its own); choose more",
         ),
         (
@@ -206,7 +211,10 @@ def test_compare_refuses_a_folder_that_cannot_be_made_once_and_before_it_trains(
     text, out = ["--text", str(tmp_path / "file")], tmp_path / "file"
     assert main(["compare", "--strategies", "diloco", "--model", "nano", *text, "--out", str(out)]) == 1
     said = capsys.readouterr()
-    assert said.err == f"thinwire compare: {out}: File exists. Check the path, its permissions and the free space.\n"
+    assert (
+        said.err
+        == f"thinwire compare: {out}: File exists, and a folder is needed. Check the path, its permissions and the free space.\n"
+    )
     assert "failed" not in said.out
 
 

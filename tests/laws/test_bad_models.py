@@ -25,7 +25,10 @@ FEWER = "(what is outside the layers is a fragment of its own); choose fewer, or
     ("partition", "message"),
     [
         (tw.pieces.partition.Strided(4), f"fragments=4 for a model of 3 layers: between 1 and 3 is needed {FEWER}"),
-        (tw.pieces.partition.Sequential(0), f"fragments=0 for a model of 3 layers: between 1 and 3 is needed {FEWER}"),
+        (
+            tw.pieces.partition.Sequential(0),
+            f"fragments=0 for a model of 3 layers: between 1 and 3 is needed {FEWER.replace('fewer', 'more')}",
+        ),
         (tw.pieces.partition.BySize(12), "fragments=12: between 1 and 11 (the model's tensors) is needed."),
         (
             tw.pieces.partition.Strided(layers="blocks"),

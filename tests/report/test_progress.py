@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from thinwire.cli import main
 from thinwire.records.events import EventLog
@@ -244,7 +245,8 @@ def test_figures_that_one_run_lacks_stay_empty_under_their_head(make_run: Make, 
     more = replace(more, summary=varies)
     for records in ([plain, more], [more, plain]):
         figures = [dict(record.summary.figures()) for record in records]
-        table = compare_table(records)
+        (table,) = compare_table(records).renderables
+        assert isinstance(table, Table)
         cells = {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
         assert {"foreseen at most", "deltas clipped"} <= cells.keys()
         for what in {*figures[0], *figures[1]}:
@@ -268,16 +270,17 @@ def test_the_line_has_the_speed_of_the_replicas_that_train(tmp_path: Path, write
 
 
 def test_no_figure_is_cut_in_a_narrow_terminal(make_run: Make, tmp_path: Path) -> None:
-    """Columns of `report` become rows, and `top` leaves some out. It showed `1.8…` for 1.85 MB."""
+    """Columns of `report` become rows, of as many tables as needed, and `top` leaves some out. It showed `1.8…` for 1.85 MB."""
     record = RunRecord.load(make_run(tmp_path / "one", steps=40))
     top = Top(record.folder)
     top.read(0.0)
-    for width in (60, 80):
+    for width, runs in ((60, 2), (80, 2), (40, 4), (80, 20)):
         shown, out = console(width=width)
-        shown.print(compare_table([record, record], shown.width))
+        shown.print(compare_table([record] * runs, shown.width))
         shown.print(top.picture(0.0, shown.width))
         assert "…" not in out.getvalue()
-        assert all(out.getvalue().count(value) >= 2 for _, value in record.summary.figures())
+        values = [value for _, value in record.summary.figures()]
+        assert all(out.getvalue().count(value) >= runs * values.count(value) for value in values)
 
 
 def test_messages_of_an_earlier_session_are_not_repeated(tmp_path: Path, write_events: Write, start: Start) -> None:

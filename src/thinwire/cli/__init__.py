@@ -94,6 +94,7 @@ def _run(arguments: list[str]) -> int:
         return 2 if isinstance(error, ValueError) else 1
     except OSError as error:  # a full disk, a missing folder
         what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        what += ", and a folder is needed" if isinstance(error, FileExistsError) else ""
         said = f"thinwire {verb}: {what}. Check the path, its permissions and the free space."
         print(printable_lines(said), file=sys.stderr)
         return 1

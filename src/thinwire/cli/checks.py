@@ -195,6 +195,8 @@ def shaping() -> CheckResult:
 def disk(runs: Path) -> CheckResult:
     """The free space for run folders."""
     place = existing(runs)
+    if not place.is_dir():
+        return CheckResult("disk", "problem", f"{place} is a file", "train with --out FOLDER, a folder")
     free = shutil.disk_usage(place).free
     if not os.access(place, os.W_OK):
         return CheckResult(

@@ -147,7 +147,7 @@ def _perplexity(loss: float) -> float:
 
 
 def _table(rows: list[dict[str, Any]], folder: Path) -> Table:
-    table = options.table(f"{folder}: loss in nats per token, on held-out text")
+    table = options.table(f"{folder}: loss in nats per token, on held-out text (measured)")
     table.add_column("text", overflow="fold")
     names = list(rows[0]["losses"])
     for name in [*names, "perplexity", *(["posterior at the end"] if MIXTURE in names else [])]:

@@ -177,6 +177,8 @@ def _run(asked: Options, console: Console) -> int:
 
     if asked.run_file:
         _keep_run_file(asked.run_file, folder, say)
+    if asked.published and not (asked.published / "published").exists():
+        say(f"{asked.published} has no versions yet; followers wait until a run there, with --publish, has written one")
 
     registry = (lambda: MemberRegistry(asked.heartbeat_timeout)) if asked.elastic else None
     published = PublishedFolder(asked.published) if asked.published else None

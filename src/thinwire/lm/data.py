@@ -324,7 +324,7 @@ class Corpus:
         if not windows:
             raise DataError(
                 f"{count} held-out tokens: one window of {sequence} and one more are needed. "
-                "Give more text, a larger held_out_share, or a shorter sequence."
+                "Give more text, or a shorter sequence."
             )
         count = min(most, windows)
         starts = first + np.arange(count, dtype=np.int64) * windows // count * sequence

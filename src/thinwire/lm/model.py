@@ -353,11 +353,10 @@ def generate(
     The whole context is read again for every token: suited to look at a model, not to serve one. Raises `ModelError` for a model whose
     scores are not finite.
     """
-    if not prompt or not (temperature == 0 or 1e-6 <= temperature < math.inf):
-        raise ConfigurationError(
-            f"{len(prompt)} tokens of prompt, temperature={temperature}: at least one token and a finite temperature, 0 or from 1e-6 on, "
-            "are needed. Begin with the tokenizer's `end`."
-        )
+    if not (temperature == 0 or 1e-6 <= temperature < math.inf):
+        raise ConfigurationError(f"temperature={temperature}: a finite temperature, 0 or from 1e-6 on, is needed.")
+    if not prompt:
+        raise ConfigurationError("an empty prompt: at least one token is needed. Begin with the tokenizer's `end`.")
     device = next(iter(model.parameters())).device
     generator = torch.Generator("cpu").manual_seed(seed)
     tokens, was_training = list(prompt), model.training

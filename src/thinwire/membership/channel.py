@@ -75,9 +75,9 @@ def secret_in(path: Path, make: bool = False) -> bytes:
             text = file.read(128) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         raise ConfigurationError(
-            f"no run secret can be read from {path} ({error}); `thinwire lighthouse --secret FILE` makes one, to be copied to every machine."
+            f"no run secret can be read from {path} ({error.strerror}); `thinwire lighthouse --secret FILE` makes one, to be copied to every machine."
         ) from None
-    if status.st_mode & 0o077:
+    if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
         raise ConfigurationError(f"others may read the run secret in {path}; chmod 600 {path}")
     if not re.fullmatch(rb"[0-9a-f]{64}\s*", text):
         raise ConfigurationError(

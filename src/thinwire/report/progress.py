@@ -307,24 +307,38 @@ def final_table(record: RunRecord) -> Table:
     return table
 
 
-def compare_table(records: Sequence[RunRecord], width: int = 160) -> Table:
-    """The numbers of several runs: one row for each; or one column for each, if `width` has no room for the rows."""
+def compare_table(records: Sequence[RunRecord], width: int = 160) -> Group:
+    """The numbers of several runs: one row for each; or, if `width` has no room for the rows, one column for each, in as many tables as needed."""
     figures = [dict(record.summary.figures()) for record in records]
     whats = list(dict.fromkeys(what for of in figures for what in of))  # not every run has each figure
     best = best_loss(records)
-    lines = [["run", *whats, "score", "numbers are"]]
+    head, lines = ["run", *whats, "score", "numbers are"], list[list[str]]()
     for record, of in zip(records, figures):
         score = record.score(best).value
         values = [*(of.get(what, NOTHING) for what in whats), NOTHING if score is None else f"{score:.3f}"]
         lines.append([record.name, *values, record.summary.provenance])
-    rooms = [max(map(cell_len, (*head.split(), *cells))) + 2 for head, *cells in list(zip(*lines))[1:]]
-    if sum(rooms) + 10 > width:
-        lines = [list(line) for line in zip(*lines)]
+    rooms = [max(map(cell_len, (*name.split(), *cells))) + 2 for name, *cells in list(zip(head, *lines))[1:]]
+    if sum(rooms) + 10 <= width:
+        return Group(_table([head, *lines], [8, *(0 for _ in rooms)]))
+    labels = max(cell_len(word) for name in head for word in name.split())
+    tables, left = list[list[list[str]]](), 0
+    for name, *values in lines:
+        room = max(map(cell_len, values)) + 2
+        if room > left:
+            tables.append([head])
+            left = width - labels - 2
+        tables[-1].append([name, *values])
+        left -= room
+    each = [_table([*zip(*one)], [labels, *(max(map(cell_len, run[1:])) for run in one[1:])]) for one in tables]
+    return Group(*[part for one in each for part in (one, Text())][:-1])  # a blank line between two
+
+
+def _table(lines: Sequence[Sequence[str]], widths: Sequence[int]) -> Table:
+    """A table of `lines`, the first of which is its head, with columns of at least `widths`."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    first, *heads = lines[0]
-    table.add_column(first, overflow="fold", min_width=8)
-    for head in heads:
-        table.add_column(head, justify="left" if head == "numbers are" else "right", overflow="fold")
+    for place, (head, least) in enumerate(zip(lines[0], widths)):
+        left = place == 0 or head == "numbers are"
+        table.add_column(head, justify="left" if left else "right", overflow="fold", min_width=least or None)
     for line in lines[1:]:
         table.add_row(*map(Text, line))
     return table

@@ -23,6 +23,7 @@ from thinwire.strategy import Strategy
 Floats = NDArray[np.float64]
 
 FORWARD = 1 / 3  # share of a step
+MOST_LAYERS = 2_000  # each is a module
 CYCLES = 256  # most cycles until the pattern repeats; the remaining error is less than 1 / 256 of the slack
 SAME = 1e-10  # difference of two equal times, as a share of a step
 
@@ -33,7 +34,7 @@ class Stack:
 
     Args:
         parameters: number of parameters, at most 1e18.
-        layers: number of layers.
+        layers: number of layers, at most 2,000.
         step_seconds: seconds of an inner step, 1e-12 to 1e9.
 
     Raises:
@@ -53,8 +54,8 @@ class Stack:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)}: a number from {least:g} to {most:g} is needed."
                 )
-        if self.layers < 1:
-            raise ConfigurationError(f"layers={self.layers}: at least 1 is needed.")
+        if not 1 <= self.layers <= MOST_LAYERS:
+            raise ConfigurationError(f"layers={self.layers}: between 1 and {MOST_LAYERS:,} are needed.")
         if self.parameters < self.layers:
             raise ConfigurationError(
                 f"parameters={self.parameters:g} for {self.layers} layers: at least one parameter a layer is needed."

@@ -241,7 +241,8 @@ def _times(name: str, text: str | None, *counts: int) -> list[float]:
         return []
     parts = text.split("/")
     if len(parts) not in counts:
-        raise ConfigurationError(f"{name}={text!r}: times with units between slashes are needed, such as 10s/1h.")
+        like = "10min/7d or 10min/7d/30s" if 3 in counts else "10s/1h"
+        raise ConfigurationError(f"{name}={text!r}: times with units between slashes are needed, such as {like}.")
     return [quantities.seconds(part) for part in parts]
 
 
