@@ -240,8 +240,8 @@ async def _shown(host: str, port: int) -> bytes:
         number = 0 if isinstance(error, ssl.SSLError) else error.errno or 0
         why = os.strerror(number) if number > 0 else error.strerror or f"nothing within {ANSWER_SECONDS:g} s"
         raise LinkError(
-            f"the hub at {host}:{port} does not answer ({why}). Check that it runs, and that this machine can reach that port. If it has another "
-            "address here, its owner starts it with --address, and makes a new token."
+            f"the hub at {host}:{port} does not answer ({why}). Check that the token is whole, that the hub runs, and that this machine can reach "
+            "that port. If it has another address here, its owner starts it with --address, and makes a new token."
         ) from None
     try:
         shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)

@@ -25,6 +25,7 @@ FILE = "hub.sqlite"
 MEMBERS = 10_000  # most members of a hub
 NOTES = 10_000  # most notes about ends of runs of one name; each end writes four
 ENDED = 1000  # a group whose members have all left is kept until so many newer ones were formed
+EXPIRED_SECONDS = 30 * 86_400.0  # for so long a machine is told that its invitation has expired
 RUNS = 8  # most runs of one member that a hub keeps
 REDUCER = "reducer"  # the member that averages packets, which the hub itself invites
 _TABLES = """
@@ -150,7 +151,7 @@ class HubState:
         number, secret = secrets.token_bytes(8), secrets.token_bytes(16)
         digest = hashlib.sha256(secret).digest()
         with self._together():  # another process deletes runs without an invitation
-            self._base.execute("delete from invitation where expires < ?", (time.time(),))
+            self._base.execute("delete from invitation where expires < ?", (time.time() - EXPIRED_SECONDS,))
             self._base.execute("delete from invited_to where invitation not in (select id from invitation)")
             self._base.executemany("insert into invited_to values (?, ?)", [(number, run) for run in {*runs}])
             self._base.execute(
