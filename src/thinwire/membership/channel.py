@@ -69,8 +69,8 @@ def secret_in(path: Path, make: bool = False) -> bytes:
             with os.fdopen(handle, "w") as file:
                 file.write(secrets.token_hex(32) + "\n")
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # do not wait if it is a pipe
-        with os.fdopen(handle, "rb") as file:
+        # Do not wait if it is a pipe.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             text = file.read(128) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
