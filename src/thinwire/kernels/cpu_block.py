@@ -122,19 +122,21 @@ def _scale(most: Any, form: Any, largest: Any, kind: Any) -> Any:
 
 
 @inlined
-def _write_scales(payload: Any, place: Any, scales: Any, number: Any, kind: Any) -> Any:
-    """Write `number` scales, and return the position of the next one."""
+def _write_scale(payload: Any, place: Any, bits: Any, kind: Any) -> Any:
+    """Write a scale, and return the position of the next one."""
     if kind == 0:
-        for k in range(number):
-            payload[place + k] = u8((scales[k] >> 23) - 127)
-        return place + number
-    size, shift = (TWO, 16) if kind == 1 else (TWO + TWO, 0)
-    for k in range(number):
-        word = i32(scales[k] >> shift)
-        for _ in range(size):
-            payload[place] = u8(word & 0xFF)
-            word, place = i32(word >> 8), place + ONE
-    return place
+        payload[place] = u8((bits >> 23) - 127)
+        return place + ONE
+    word = bits
+    size = TWO
+    if kind == 1:
+        word = i32(bits >> 16)
+    else:
+        size = TWO + TWO
+    for k in range(size):
+        payload[place + k] = u8(word & 0xFF)
+        word = i32(word >> 8)
+    return place + size
 
 
 @inlined
@@ -240,19 +242,18 @@ def _either(x: Any, noise: Any, form: Any) -> Any:
 def _stripe_scales(
     bits: Any, payload: Any, place: Any, scales: Any, following: Any, stop: Any, form: Any, largest: Any, block: Any, kind: Any
 ) -> Any:  # fmt: skip
-    """Compute the scales of the blocks that begin in a stripe, before rounding, so that loops do not depend on each other: first the largest
-    magnitudes, then, with vector instructions, what follows from these. Returns their number, the start of the next block, the position
-    of its scale, and the bits of the largest magnitude.
+    """Compute the scales of the blocks that begin in a stripe, before rounding, so that loops do not depend on each other. Returns their
+    number, the start of the next block, the position of its scale, and the bits of the largest magnitude.
     """
     number, worst, n = ZERO, i32(0), u64(bits.size)
     while following < stop:
+        most = _most(bits, following, min(following + block, n))
+        worst = max(worst, most)
         number += ONE
-        scales[number] = _most(bits, following, min(following + block, n))
+        scales[number] = _scale(most, form, largest, kind)
+        place = _write_scale(payload, place, scales[number], kind)
         following += block
-    for k in range(ONE, number + ONE):
-        worst = max(worst, scales[k])
-        scales[k] = _scale(scales[k], form, largest, kind)
-    return number, following, _write_scales(payload, place, scales[ONE:], number, kind), worst
+    return number, following, place, worst
 
 
 @compiled
