@@ -174,11 +174,12 @@ def test_labels_are_beside_their_dots_and_do_not_overlap() -> None:
 
 
 def test_a_png_is_rendered_from_the_svg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bytes] = []
+    seen, said = list[bytes](), list[str]()
     module = SimpleNamespace(svg2png=lambda picture, scale: seen.append(picture) or b"pixels")
     monkeypatch.setitem(sys.modules, "cairosvg", module)
-    figures.draw(Chart([VIEW], 420), "gap", tmp_path / "f.png", "predicted")
+    figures.draw(Chart([VIEW], 420), "gap", tmp_path / "f.png", "predicted", said.append)
     assert (tmp_path / "f.png").read_bytes() == b"pixels" and seen == [drawing(VIEW, "gap").encode()]
+    assert said == [f"figure: {tmp_path / 'f.png'}"]
 
 
 def test_a_png_without_the_extra_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,5 +190,5 @@ def test_a_png_without_the_extra_is_an_error_with_advice(monkeypatch: pytest.Mon
 
 def test_a_png_file_is_written(tmp_path: Path) -> None:
     pytest.importorskip("cairosvg", reason="the extra png is not installed", exc_type=ImportError)
-    figures.draw(Chart([VIEW], 420), "gap", tmp_path / "f.png", "predicted")
+    figures.draw(Chart([VIEW], 420), "gap", tmp_path / "f.png", "predicted", print)
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
