@@ -30,7 +30,10 @@ def wrong(here: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_errors_are_shown_with_their_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, line = here / "wrong.py", JOB[: JOB.index("    return nn.functional")].count("\n") + 1
     said = wrong(here, JOB.replace('model(batch["x"])', 'model(batch["x"].T)'), capsys)
-    assert said.startswith(f"{path}:{line}, in loss: RuntimeError: ") and "mat1 and mat2 shapes cannot be multiplied" in said
+    assert (
+        said.startswith(f"{path}:{line}, in loss: RuntimeError: ")
+        and "mat1 and mat2 shapes cannot be multiplied" in said
+    )
     assert wrong(here, JOB + "1 / 0\n", capsys).startswith(
         f"{path}:{JOB.count(chr(10)) + 1}, in <module>: ZeroDivisionError"
     )
