@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import code_map
 import pytest
 import yaml
-from pages import BENCHMARKS, PAGES, ROOT
-from pieces import over
+from pages import ROOT
 
 import thinwire
 
@@ -65,31 +64,3 @@ def test_pre_commit_hooks_equal_make_check():
         and all(f"$(BIN)/{tool}" in check[1] for tool in tools)
         and tools == {"ruff", "mypy"}
     )
-
-
-# ---- pages can be skimmed
-
-NOT_YET = {"docs/log.md", "CHANGELOG.md"}
-
-
-def too_long(text: str) -> list[str]:
-    """Returns lines of prose beyond 100 columns and paragraphs beyond four lines; tables, code and equations are exempt."""
-    text = re.sub(r"^```.*?^```$|<!-- .*?<!-- end -->", "", text, flags=re.DOTALL | re.MULTILINE)
-    found = []
-    for paragraph in re.split(r"\n\s*\n", text):
-        lines = [line for line in paragraph.splitlines() if not line.startswith(("|", "    ", "#", "<!--", "!["))]
-        items = re.split(r"\n(?=[-*+] |\d+\. )", "\n".join(lines))
-        found += [line for line in lines if len(line) > 100]
-        found += [item for item in items if len(item.splitlines()) > 4]
-    return found
-
-
-@over("page", [*PAGES, BENCHMARKS])
-def test_pages_can_be_skimmed(page):
-    found = too_long(page.read_text())
-    assert page.relative_to(ROOT).as_posix() in NOT_YET or not found, "\n\n".join(found)
-
-
-def test_long_lines_and_paragraphs_are_found():
-    assert too_long("x " * 60) and too_long("a\n" * 5) and too_long("- a\n" + "  b\n" * 4)
-    assert not too_long("a\n" * 4 + "\n" + "- a\n" * 9 + "\n```text\n" + "y " * 80 + "\n```\n| " + "z " * 80)

@@ -52,17 +52,6 @@ def test_every_name_has_exactly_one_page():
 
 
 @each_page
-def test_pages_have_the_same_sections(page):
-    """A page begins with equations, has these sections in this order (others may stand between), and a block that runs."""
-    text = page.read_text()
-    found = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    assert [name for name in found if name in SECTIONS] == SECTIONS
-    assert re.search(r"^    \S", text.split("\n## ")[0], re.MULTILINE), "no equations"
-    assert "https://arxiv.org/abs/" in section(page, "Source")
-    assert "```python" in section(page, "Use")
-
-
-@each_page
 def test_blocks_use_the_names_of_their_page(page):
     ours = [name for name in recipes.title(page) if name in NAMED]
     found = {kind: names.split() for _, kind, names, _ in recipes.BLOCK.findall(page.read_text())}

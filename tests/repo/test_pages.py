@@ -199,11 +199,6 @@ def test_every_example_is_on_a_page():
     assert not [path.name for path in ROOT.glob("examples/*.py") if f"examples/{path.name}" not in pages]
 
 
-def test_the_readme_and_contributing_are_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) < 120
-    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 75
-
-
 # ---- numbers
 
 

@@ -8,7 +8,7 @@ tests of tests/codecs that reach its statement, in varied order, until one fails
 calls, a process that has collected the tests is forked, and the fork replaces the code of these functions; so a mutant costs only
 its tests. Any other mutant is imported in a fork that has loaded only torch. A mutant whose tests take far longer than without the
 change is `late`, which counts as killed. Results are kept in build/mutants and are not computed again (`--again` repeats survivors).
-The files of tests/mutants explain survivors that no test can kill. Out of scope: numba's kernels, and processes that tests start.
+Out of scope: numba's kernels, and processes that tests start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import signal
 import sys
 import threading
 import time
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -63,7 +62,6 @@ ALSO = {
         "test_checkpoint.py",
     ),
 }
-EXPLAINED = TESTS / "mutants"
 TOLD = os.fdopen(os.dup(1), "w", buffering=1)  # the real output, also in forks whose output goes to a log
 # exit status of a fork; 5: no tests
 RESULT = defaultdict(lambda: "killed", {0: "survived", 5: "survived", None: "late"})
@@ -349,15 +347,7 @@ def examine(module: str, options: argparse.Namespace) -> tuple[int, dict[str, st
         )
     lines = [line.split("\t") for line in file.read_text().splitlines()] if file.exists() else []
     known = {key: result for key, result, *_ in lines}
-    return len(places), {m.key: verdict(module, m, known[m.key]) for m in sample}
-
-
-def verdict(module: str, mutant: Mutant, result: str) -> str:
-    file = EXPLAINED / f"{module.split('/')[0]}.toml"
-    explained = tomllib.loads(file.read_text())["explained"] if file.exists() else []
-    same = [e["now"] for e in explained if (e["module"], e["was"]) == (module, mutant.was)]
-    now = [one for given in same for one in ([given] if isinstance(given, str) else given)]
-    return "explained" if mutant.now in now and result == "survived" else result
+    return len(places), {m.key: known[m.key] for m in sample}
 
 
 def modules() -> list[str]:
@@ -386,9 +376,9 @@ def main() -> None:
     rows = []
     for module in options.modules or modules():
         whole, results = examine(module, options)
-        counts = [list(results.values()).count(word) for word in ("killed", "late", "explained", "survived")]
+        counts = [list(results.values()).count(word) for word in ("killed", "late", "survived")]
         rows.append((module, whole, len(results), *counts))
-    print("module | mutants | run | killed | late | explained | survived | share of the first three")
+    print("module | mutants | run | killed | late | survived | share of the first two")
     for module, whole, run, *counts in [*rows, ("all", *map(sum, list(zip(*rows))[1:]))]:
         print(" | ".join(map(str, (module, whole, run, *counts, f"{1 - counts[-1] / max(1, run):.0%}"))))
 
