@@ -118,7 +118,8 @@ def _packed(replica: Trained, frozen: bool) -> tuple[Packed, Packed]:
     optimizer = replica.optimizer
     held = training_state.optimizer_state(optimizer)
     # named first, so that a message says optimizer.state[3]["hook"]
-    state = pack(held["state"], "optimizer", training_state.parameters_of(optimizer), prefix="optimizer.")
+    own, packages = training_state.parameters_of(optimizer), training_state.packages_of(optimizer)
+    state = pack(held["state"], "optimizer", own, "optimizer.", packages)
     random = pack(_random_states(replica.model), "random", prefix="random.")
     tree = {"classes": held["classes"], "state": state.json, "random": random.json}
     model = pack(training_state.model_state(replica.model, frozen), "model")
@@ -372,14 +373,17 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
     packed, inner, outer = (read_tree(path / name) for name in _FILES)
     parameters = [*model.parameters()]
     places = {"devices": {p.device for p in parameters}, "meshes": training_state.meshes_of(parameters)}
-    weights = unpack(packed, "model", **places)
+    weights = unpack(packed, "model", copied=False, **places)
     try:
         training_state.check_model(model, weights, manifest["frozen"])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     training_state.check_optimizer_class(optimizer, inner.json["classes"])
     own = training_state.parameters_of(optimizer)
-    state = unpack(Packed(inner.json["state"], inner.tensors), "the optimizer's state", own, **places)
+    packages = training_state.packages_of(optimizer)
+    state = unpack(
+        Packed(inner.json["state"], inner.tensors), "the optimizer's state", own, packages=packages, **places
+    )
     random = unpack(Packed(inner.json["random"], inner.tensors), "random states")
     training_state.restore_optimizer(optimizer, {"classes": inner.json["classes"], "state": state})
     training_state.restore_model(model, weights)

@@ -22,7 +22,7 @@ import struct
 import sys
 import types
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path as LocalPath
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
@@ -71,6 +71,18 @@ _FACTORIES: dict[str, Any] = {
 } | {"None": None}  # of a defaultdict
 
 
+_SPECIAL = (
+    "__new__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__getstate__",
+    "__setstate__",
+    "__del__",
+    "__setattr__",
+    "__call__",
+)
+
+
 class Packed(NamedTuple):
     """A tree as JSON, and its tensors by name."""
 
@@ -78,7 +90,9 @@ class Packed(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def pack(tree: object, name: str, parameters: Sequence[Tensor] = (), prefix: str = "") -> Packed:
+def pack(
+    tree: object, name: str, parameters: Sequence[Tensor] = (), prefix: str = "", packages: Collection[str] = ()
+) -> Packed:
     """`tree` as JSON and tensors.
 
     Args:
@@ -86,11 +100,12 @@ def pack(tree: object, name: str, parameters: Sequence[Tensor] = (), prefix: str
         name: what the tree is, for messages.
         parameters: tensors that are saved elsewhere; in the tree a reference to one of them stays a reference, also as the key of a dict.
         prefix: of the names of its tensors.
+        packages: whose objects are saved by their attributes, such as the preconditioners in the state of an optimizer of that package.
 
     Raises:
         CheckpointError: a value cannot be written; the message has its path.
     """
-    writer = _Writer(parameters)
+    writer = _Writer(parameters, packages)
     try:
         json = writer.write(tree, (name,))
     except RecursionError:
@@ -100,6 +115,7 @@ def pack(tree: object, name: str, parameters: Sequence[Tensor] = (), prefix: str
 
 def unpack(
     packed: Packed, name: str, parameters: Sequence[Tensor] = (), *, devices: Iterable[torch.device] = (), meshes: Sequence[Any] = (),
+    packages: Collection[str] = (), copied: bool = True,
 ) -> Any:  # fmt: skip
     """The tree that was packed.
 
@@ -109,11 +125,14 @@ def unpack(
         parameters: in the order of `pack`.
         devices: where tensors go that were on a device of the same type; others go to the current one of their type, or to the CPU.
         meshes: of this process, one of which the saved shards fit.
+        packages: as in `pack`.
+        copied: whether tensors get memory of their own. That of a file is not aligned as torch's is, and some sums round otherwise then.
 
     Raises:
         CheckpointError: it is damaged, or needs a class, parameter or mesh that is not here.
     """
-    reader = _Reader(packed.tensors, parameters, {device.type: device for device in devices}, meshes)
+    by_type = {device.type: device for device in devices}
+    reader = _Reader(packed.tensors, parameters, by_type, meshes, packages, copied)
     try:
         return reader.read(packed.json)
     except (
@@ -157,7 +176,8 @@ class _Leaf:
 
 
 class _Writer:
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], packages: Collection[str]) -> None:
+        self._packages = packages
         self._parameters = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._leaves: list[_Leaf] = []
         self._within: set[int] = set()  # ids of the containers around the present value
@@ -250,6 +270,8 @@ class _Writer:
                 "!dataclass": self._class(value, path),
                 "fields": self.write(held | getattr(value, "__dict__", {}), path),
             }
+        if _is_plain(kind, self._packages):
+            return {"!object": self._class(value, path), "attributes": self.write(vars(value), path)}
         return self._refuse(value, path)
 
     def _items(self, values: Iterable[Any], path: Path) -> list[Any]:
@@ -455,6 +477,16 @@ def _found(name: str) -> Any:
     return place
 
 
+def _is_plain(kind: type, packages: Collection[str]) -> bool:
+    """Whether objects of this class of one of the `packages` are their attributes, and nothing happens when one is made or deleted."""
+    return (
+        kind.__module__.partition(".")[0] in packages
+        and not issubclass(kind, nn.Module | torch.optim.Optimizer)
+        and all(base is object or (type(base) is type and "__slots__" not in vars(base)) for base in kind.__mro__)
+        and all(getattr(kind, name, None) is getattr(object, name, None) for name in _SPECIAL)
+    )
+
+
 def _attribute(name: str, kind: type) -> Any:
     """A value of torch of the type `kind`, such as torch.float32."""
     value = vars(torch).get(name)
@@ -466,8 +498,10 @@ def _attribute(name: str, kind: type) -> Any:
 class _Reader:
     def __init__(
         self, tensors: Mapping[str, Tensor], parameters: Sequence[Tensor], devices: Mapping[str, torch.device], meshes: Sequence[Any],
+        packages: Collection[str], copied: bool,
     ) -> None:  # fmt: skip
         self._tensors, self._parameters, self._devices, self._meshes = tensors, parameters, devices, meshes
+        self._packages, self._copied = packages, copied
         self._made: dict[str, Tensor] = {}
 
     def read(self, json: Any) -> Any:
@@ -564,6 +598,13 @@ class _Reader:
                         raise ValueError(f"{name:.80} is no field")
                     object.__setattr__(made, name, item)
                 return made
+            case "object":
+                found = self._class(value, object)
+                if not _is_plain(found, self._packages):
+                    raise ValueError(f"a {value:.80} is no plain object of {', '.join(self._packages)}")
+                made = object.__new__(found)
+                vars(made).update(self.read(json["attributes"]))
+                return made
         return None
 
     def _tensor(self, kind: str, value: Any, json: dict[str, Any]) -> Any:
@@ -640,10 +681,11 @@ class _Reader:
         )
 
     def _strided(self, held: Tensor, json: dict[str, Any]) -> Tensor:
+        if self._copied or "dtype" in json:  # the memory of a file may be aligned for bytes only
+            held = held.clone()
         if "dtype" in json:
             dtype = _attribute(json["dtype"], torch.dtype)
-            # the memory of a file is aligned for bytes only
-            held = (held.clone().view(dtype) if held.numel() else torch.empty(0, dtype=dtype)).reshape(json["shape"])
+            held = (held.view(dtype) if held.numel() else torch.empty(0, dtype=dtype)).reshape(json["shape"])
         if "order" in json:
             held = held.permute([json["order"].index(dim) for dim in range(held.ndim)])
         if "device" in json:

@@ -99,6 +99,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def packages_of(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The packages that define it and its parts, which may keep objects of their own in its state."""
+    parts = [part for part in getattr(optimizer, "parts", ()) if isinstance(part, torch.optim.Optimizer)]
+    return {type(one).__module__.partition(".")[0] for one in (optimizer, *parts)} - {"torch", "builtins"}
+
+
 def check_optimizer_class(optimizer: torch.optim.Optimizer, classes: Sequence[Sequence[str]]) -> None:
     """Raise `CheckpointError` unless the saved `classes` are related to those of `optimizer`."""
     own = _classes(optimizer)
