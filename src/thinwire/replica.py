@@ -191,8 +191,10 @@ class Replica:
         """The mean of `value`, such as a loss, over all replicas, with the same bits on each. Collective in a fixed group; else it is `value`."""
         return _mean(self._driver.gather(_NUMBER.pack(value), _NUMBER.size, "metric"))
 
-    def export(self) -> dict[str, Tensor]:
-        """The model's state dict with the outer weights (whole tensors, on the CPU). With FSDP all ranks of a site must call it."""
+    def export(self) -> dict[str, Any]:
+        """The model's state dict with the outer weights (whole tensors, on the CPU), and extra state, if modules have any. With FSDP all ranks
+        of a site must call it.
+        """
         with self.anchored():
             return export_state(self.model)
 

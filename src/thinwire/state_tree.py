@@ -41,7 +41,7 @@ _WHOLE = 1 << 63  # integers of more bits are written in hexadecimal
 _NATIVE = frozenset(
     {
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint8, torch.bool,
+        torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
     }
 )  # fmt: skip
 _SPARSE = {
@@ -149,7 +149,7 @@ def compact(tensor: Tensor) -> Tensor:
         return tensor
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
         if size > 1 and stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
+            tensor = tensor.select(dim, 0).unsqueeze(dim)  # `narrow` would keep the stride 0, which some views refuse
     return tensor
 
 
@@ -459,7 +459,7 @@ def _store(leaves: list[_Leaf], name: str) -> Tensor:
         json["expand"] = list(first.shape)
     if not own.is_contiguous():  # the order of its dimensions in memory, such as channels_last
         order = sorted(range(own.ndim), key=lambda dim: (-own.stride(dim), dim))
-        own, json["order"] = own.permute(order).contiguous(), order
+        own, json["order"] = own.contiguous(), order
     if own.dtype not in _NATIVE:
         json |= {"dtype": str(own.dtype).removeprefix("torch."), "shape": list(own.shape)}
         own = own.contiguous().reshape(-1).view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8)
@@ -687,7 +687,8 @@ class _Reader:
             dtype = _attribute(json["dtype"], torch.dtype)
             held = (held.view(dtype) if held.numel() else torch.empty(0, dtype=dtype)).reshape(json["shape"])
         if "order" in json:
-            held = held.permute([json["order"].index(dim) for dim in range(held.ndim)])
+            order = json["order"]
+            held = held.permute(order).contiguous().permute([order.index(dim) for dim in range(held.ndim)])
         if "device" in json:
             held = held.to(self._device(json["device"]))
         return held.expand(json["expand"]) if "expand" in json else held

@@ -33,7 +33,7 @@ with needs("trainer"):
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import TrainableState, count_skipped, too_short
+from thinwire.integrations.attached import count_skipped, too_short
 from thinwire.integrations.huggingface_checks import (
     ProcessPlace,
     check,
@@ -318,7 +318,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         """Write this replica's state into the checkpoint that the trainer has just written."""
         self._anchored.close()
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / FOLDER
-        checkpoint.save(folder, TrainableState(self._attached()), self._whose())
+        checkpoint.save(folder, self._attached(), self._whose(), frozen=False)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the outer weights in the model, or the best ones if the trainer has loaded these, and leave the group."""
@@ -392,4 +392,4 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
 
 def _load(found: checkpoint.Checkpoint, replica: Replica) -> None:
-    checkpoint.load(found, TrainableState(replica))
+    checkpoint.load(found, replica)
