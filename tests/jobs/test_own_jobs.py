@@ -21,11 +21,10 @@ from safetensors.torch import load_file
 
 import thinwire as tw
 from thinwire.cli import main
-from thinwire.errors import CheckpointError, JobError
+from thinwire.errors import CheckpointError
 from thinwire.jobs.base import Share, Summed
 from thinwire.jobs.batches import Batches
 from thinwire.jobs.own import OwnJob, functions
-from thinwire.jobs.portable import decode, encode
 from thinwire.lm import final
 from thinwire.lm.run import Run
 from thinwire.plan.machine import Machine
@@ -273,29 +272,6 @@ def test_a_torchdata_loader_resumes_where_it_was() -> None:
     assert [cut.take().tolist() for _ in range(7)] == drawn[:7]
     assert back.load_state(json.loads(json.dumps(cut.state()))) == ""
     assert [back.take().tolist() for _ in range(7)] == drawn[7:]
-
-
-def test_states_of_jobs_pass_through_json() -> None:
-    state = {
-        "a": [1, 2.5, None, True, "x"],
-        3: b"bytes",
-        "t": torch.arange(6).reshape(2, 3),
-        "e": torch.empty(0),
-        "h": torch.ones(2).half(),
-    }
-    back = decode(json.loads(json.dumps(encode(state))))
-    assert back["a"] == state["a"] and back[3] == b"bytes" and back.keys() == state.keys()
-    assert all(torch.equal(back[name], state[name]) and back[name].dtype == state[name].dtype for name in "teh")
-    with pytest.raises(JobError, match="holds a object"):
-        encode({"x": object()})
-    for bad in (
-        {"bytes in base64": "%"},
-        {"tensor": "nothing"},
-        {"tensor": "save", "bytes in base64": "", "shape": [1]},
-        {"x": 1},
-    ):
-        with pytest.raises(tw.CheckpointError):
-            decode(bad)
 
 
 @pytest.mark.parametrize("frozen", ["model[0]", "model"])

@@ -106,6 +106,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._place = ProcessPlace(0, 1)
         self._anchored = ExitStack()
         self._ended = self._evaluates = self._made = self._warned = False
+        self._checked = False  # whether the state after the first step can be saved
         self._mean: float | None = None  # over all replicas, of the metric of this evaluation
 
     def share(self, data: Dataset[Any], *, seed: int = 0) -> IterableDataset[Any]:
@@ -277,6 +278,9 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 f"the optimizer has taken {replica.step} steps, the trainer {state.global_step}: the two numbers must be equal. Let the trainer "
                 "alone step the optimizer."
             )
+        if not self._checked and args.save_strategy.value != "no":  # now, not at the first save
+            self._checked = True
+            checkpoint.check(replica, frozen=False)
         control.should_training_stop |= replica.stopping
         if state.global_step >= state.max_steps:
             self._end()

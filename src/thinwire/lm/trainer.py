@@ -45,6 +45,7 @@ from thinwire.replica import Replica
 from thinwire.runtime.handshake import digest
 from thinwire.runtime.inner_steps import as_one
 from thinwire.runtime.module_state import clip, evaluating
+from thinwire.state_tree import pack
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -179,6 +180,7 @@ class Trainer(ABC):
     def _loop(self) -> None:
         run, replica = self.run, self.replica
         eval_every = run.data.eval_every or max(1, run.optimizer.steps // 10)
+        unchecked = bool(run.placement.checkpoint_every)
         while self.progress < run.optimizer.steps and not replica.stopping:
             if self.place.stop.is_set():
                 replica.request_stop()
@@ -189,6 +191,10 @@ class Trainer(ABC):
                 self._publisher.offer(replica.step, replica.anchors())
             if passes_multiple(began, self.progress, eval_every) and self.progress < run.optimizer.steps:
                 self._evaluate()
+            if unchecked:  # now, not at the first checkpoint
+                unchecked = False
+                checkpoint.check(replica)
+                pack(self.job.state(), "batches(share).state_dict()")
             if passes_multiple(before, replica.step, run.placement.checkpoint_every):
                 self._save()
 
