@@ -483,7 +483,7 @@ def _is_plain(kind: type, packages: Collection[str]) -> bool:
         kind.__module__.partition(".")[0] in packages
         and not issubclass(kind, nn.Module | torch.optim.Optimizer)
         and all(base is object or (type(base) is type and "__slots__" not in vars(base)) for base in kind.__mro__)
-        and all(getattr(kind, name, None) is getattr(object, name, None) for name in _SPECIAL)
+        and not any(name in vars(base) for base in kind.__mro__ if base is not object for name in _SPECIAL)
     )
 
 
