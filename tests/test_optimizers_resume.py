@@ -129,7 +129,20 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "tensors in groups": lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.01), betas=(0.9, 0.99)),
     "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1),
 }
-TORCH = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+TORCH = (
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "Adamax",
+    "AdamW",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
 SHAPES |= {name: lambda m, name=name: getattr(torch.optim, name)(m.parameters()) for name in TORCH}
 SHAPES["amsgrad, capturable"] = lambda m: torch.optim.Adam(m.parameters(), amsgrad=True, fused=True)
 
@@ -200,7 +213,10 @@ pytorch_optimizer: SOAP ScalableShampoo Shampoo Prodigy Adan CAME StableSPAM SPA
 pytorch_optimizer: Ranger21 Adalite Fromage AdaFactor APOLLO Lookahead
 """
 TABLE = [
-    (package, name) for line in REGISTRY.strip().splitlines() for package, names in [line.split(": ")] for name in names.split()
+    (package, name)
+    for line in REGISTRY.strip().splitlines()
+    for package, names in [line.split(": ")]
+    for name in names.split()
 ]
 SETTINGS: dict[str, dict[str, Any]] = {
     "torchao.optim": {"block_size": 16},
@@ -226,3 +242,50 @@ def test_optimizers_of_the_registries_resume_bit_for_bit_or_are_refused_by_name(
 
 
 REFUSED: dict[str, str] = {}
+
+
+def test_transformers_trains_saves_and_resumes_with_an_optimizer_of_8_bits(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="pip install 'thinwire[optimizers]'")
+    transformers = pytest.importorskip("transformers")
+    from thinwire.integrations.huggingface import ThinwireCallback
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = model_of()
+
+        def forward(self, x, labels):
+            return {"loss": (self.layers(x) - labels).square().mean()}
+
+    draws = [torch.randn(2, 16, generator=torch.Generator().manual_seed(n)) for n in range(64)]
+    data = [{"x": x, "labels": y} for x, y in draws]
+
+    class PowerCut(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 6:
+                raise Killed
+
+    def trained(folder, resume, *more):
+        args = transformers.TrainingArguments(
+            str(folder),
+            max_steps=8,
+            save_steps=4,
+            optim="adamw_bnb_8bit",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        callback = ThinwireCallback(tw.streaming_diloco(every=4, fragments=2, delay=2))
+        net = Net()
+        trainer = transformers.Trainer(net, args, train_dataset=data, callbacks=[callback, *more])
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        finally:
+            callback.close()
+        return net
+
+    through = trained(tmp_path / "whole", None)
+    with pytest.raises(Killed):
+        trained(tmp_path / "cut", None, PowerCut())
+    resumed = trained(tmp_path / "cut", True)
+    assert all(torch.equal(one, other) for one, other in zip(through.parameters(), resumed.parameters()))

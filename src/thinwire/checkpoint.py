@@ -372,7 +372,7 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
     path, model, optimizer = checkpoint.path, replica.model, replica.optimizer
     packed, inner, outer = (read_tree(path / name) for name in _FILES)
     parameters = [*model.parameters()]
-    places = {"devices": {p.device for p in parameters}, "meshes": training_state.meshes_of(parameters)}
+    places: dict[str, Any] = {"devices": {p.device for p in parameters}, "meshes": training_state.meshes_of(parameters)}
     weights = unpack(packed, "model", copied=False, **places)
     try:
         training_state.check_model(model, weights, manifest["frozen"])

@@ -171,7 +171,7 @@ class _Leaf:
         """Its first byte in the storage, and the one after its last."""
         value = self.value
         last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
-        begin, item = value.storage_offset(), value.element_size()
+        begin, item = int(value.storage_offset()), value.element_size()
         return begin * item, (begin + last + 1) * item
 
 
@@ -458,7 +458,8 @@ def _store(leaves: list[_Leaf], name: str) -> Tensor:
     if own.shape != first.shape:
         json["expand"] = list(first.shape)
     if not own.is_contiguous():  # the order of its dimensions in memory, such as channels_last
-        order = sorted(range(own.ndim), key=lambda dim: (-own.stride(dim), dim))
+        strides = own.stride()
+        order = sorted(range(own.ndim), key=lambda dim: (-strides[dim], dim))
         own, json["order"] = own.contiguous(), order
     if own.dtype not in _NATIVE:
         json |= {"dtype": str(own.dtype).removeprefix("torch."), "shape": list(own.shape)}
@@ -633,12 +634,13 @@ class _Reader:
                 return made._coalesced_(bool(json["coalesced"]))
             case "sparse":
                 parts, layout = self.read(json["parts"]), _attribute(value, torch.layout)
-                return torch.sparse_compressed_tensor(*parts, json["size"], layout=layout, check_invariants=True)
+                make: Any = torch.sparse_compressed_tensor
+                return make(*parts, json["size"], layout=layout, check_invariants=True)
             case "quantized":
                 held, scale, zero = (self.read(part) for part in (value, json["scale"], json["zero"]))
                 if "axis" in json:
-                    return torch._make_per_channel_quantized_tensor(held, scale, zero, json["axis"])  # type: ignore[attr-defined]
-                return torch._make_per_tensor_quantized_tensor(held, scale, zero)  # type: ignore[attr-defined]
+                    return torch._make_per_channel_quantized_tensor(held, scale, zero, json["axis"])
+                return torch._make_per_tensor_quantized_tensor(held, scale, zero)
             case "DTensor":
                 return self._sharded(value, json)
             case "subclass":

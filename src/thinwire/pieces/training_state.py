@@ -144,8 +144,9 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
             continue
         for key, value in held.items():
             now = state.get(key)
-            both = type(value) is Tensor and type(now) is Tensor
-            if both and value.dtype != now.dtype and value.shape == now.shape:
+            if not (type(value) is Tensor and type(now) is Tensor):
+                continue
+            if value.dtype != now.dtype and value.shape == now.shape:
                 state[key] = value.to(now.device)
 
 
