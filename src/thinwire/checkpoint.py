@@ -374,18 +374,24 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
     parameters = [*model.parameters()]
     places: dict[str, Any] = {"devices": {p.device for p in parameters}, "meshes": training_state.meshes_of(parameters)}
     weights = unpack(packed, "model", copied=False, **places)
+    classes, told = (inner.json.get(key) if isinstance(inner.json, dict) else None for key in ("classes", "random"))
+    random = unpack(Packed(told, inner.tensors), "random states")
+    sound = (
+        isinstance(weights, dict) and isinstance(classes, list) and all(isinstance(names, list) for names in classes)
+    )
+    if not sound or not isinstance(random, dict) or not random.keys() >= {"cpu", "cuda"} or "state" not in inner.json:
+        raise CheckpointError(f"{path} is damaged: it lacks a model, an optimizer or random states.")
     try:
         training_state.check_model(model, weights, manifest["frozen"])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    training_state.check_optimizer_class(optimizer, inner.json["classes"])
+    training_state.check_optimizer_class(optimizer, classes)
     own = training_state.parameters_of(optimizer)
     packages = training_state.packages_of(optimizer)
     state = unpack(
         Packed(inner.json["state"], inner.tensors), "the optimizer's state", own, packages=packages, **places
     )
-    random = unpack(Packed(inner.json["random"], inner.tensors), "random states")
-    training_state.restore_optimizer(optimizer, {"classes": inner.json["classes"], "state": state})
+    training_state.restore_optimizer(optimizer, {"classes": classes, "state": state})
     training_state.restore_model(model, weights)
     _restore_random_states(model, random)
     replica.load_state(unpack(outer, "outer"), manifest["facts"])
