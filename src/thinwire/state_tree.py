@@ -71,6 +71,7 @@ _FACTORIES: dict[str, Any] = {
 } | {"None": None}  # of a defaultdict
 
 
+_PLACED = ("dim", "split_factor", "reduce_op")  # of the placements of a DTensor
 _SPECIAL = (
     "__new__",
     "__reduce__",
@@ -316,7 +317,10 @@ class _Writer:
         if (distributed := sys.modules.get("torch.distributed.tensor")) and isinstance(value, distributed.DTensor):
             held: Any = value
             mesh = [list(held.device_mesh.mesh_dim_names or ()), list(held.device_mesh.shape)]
-            placements = [[type(one).__name__, dict(vars(one))] for one in held.placements]
+            placements = [
+                [type(one).__name__, {n: getattr(one, n) for n in _PLACED if hasattr(one, n)}]
+                for one in held.placements
+            ]
             return {
                 "!DTensor": self._values(held.to_local(), path),
                 "mesh": mesh,
