@@ -65,14 +65,8 @@ def check_and_weigh(run: Run, folder: Path | None = None, goes_on: bool = False)
     packs = any(isinstance(job, OwnJob) and job.packs for job in jobs)
     why = "micro-batches differ" if run.data.batches else "the job packs documents" if packs else ""
     run, weighed = _weighed(run, why) if why else (run, "")
-    return largest, run, [line for line in (weighed, _passed_over(jobs[0])) if line]
-
-
-def _passed_over(job: Job) -> str:
-    """A line about run folders in the text, or ""."""
-    folders = job.corpus.passed_over if isinstance(job, TextJob) else ()
-    more = f" and {len(folders) - 3} more" if len(folders) > 3 else ""
-    return f"run folders are not read as text: {', '.join(map(str, folders[:3]))}{more}" if folders else ""
+    passed_over = jobs[0].corpus.passed_over if isinstance(jobs[0], TextJob) else ()
+    return largest, run, [line for line in (weighed, *passed_over) if line]
 
 
 def _check_data(folder: Path, job: Job) -> None:

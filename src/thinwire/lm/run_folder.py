@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.lm.resuming import check_ranks
 from thinwire.lm.run import Run
 from thinwire.records.events import LONGEST_LINE, being_written, recent_events
-from thinwire.records.files import contents
+from thinwire.records.files import contents, lock
 from thinwire.records.printable import reason
 
 _DRAFT = ".run.toml"  # the run file of a run that is about to resume
@@ -29,15 +28,11 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
     except OSError:  # `new_folder` says what is wrong
         yield
         return
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock(held, wait=False):
         os.close(held)
         raise ConfigurationError(
             f"another command trains in {folder}; choose another --out, or wait until it has ended."
-        ) from None
-    except OSError:  # a file system without locks
-        pass
+        )
     try:
         yield
     finally:

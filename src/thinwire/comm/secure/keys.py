@@ -7,7 +7,6 @@ machine. The subject of a certificate is a member's name, or `hub`. The DNS name
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -24,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from thinwire.errors import ConfigurationError, LinkError
+from thinwire.records.files import flush, lock
 
 HUB = "hub.thinwire"
 AUTHORITY_DAYS = 3650
@@ -223,12 +223,12 @@ class Authorities:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """A context in which no other thread or process reads or changes the authorities of `folder`: a hub runs while its owner rotates them."""
-    lock = os.open(folder / "authority.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = os.open(folder / "authority.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock(file)
         yield
     finally:
-        os.close(lock)
+        os.close(file)
 
 
 def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -256,7 +256,7 @@ def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
 def private_folder(folder: Path) -> Path:
     """Make `folder`, which only its owner can read, if it is missing; return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with suppress(PermissionError):  # owned by another user; the files in it are private
+    with suppress(OSError):  # owned by another user, or a file system without modes; the files in it are private
         folder.chmod(0o700)
     return folder
 
@@ -271,14 +271,9 @@ def write_private(path: Path, data: bytes) -> None:
                 owner = path.parent.stat()
                 os.fchown(file, owner.st_uid, owner.st_gid)
             stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        flush(partial)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush(path.parent)
