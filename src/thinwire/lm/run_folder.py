@@ -40,6 +40,11 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
         os.close(held)
 
 
+def begun(folder: Path) -> bool:
+    """Whether a run has begun in `folder`, so that --resume continues it; otherwise --resume begins it."""
+    return (folder / "run.toml").exists()
+
+
 def check_folder(run: Run, folder: Path, resume: bool, replica: str) -> None:
     """Raise `ConfigurationError` if `run` cannot begin, or `resume`, in `folder`. See `new_folder`."""
     if not resume and _has_trained(folder, replica):
@@ -50,7 +55,7 @@ def check_folder(run: Run, folder: Path, resume: bool, replica: str) -> None:
         raise ConfigurationError(f"{folder} holds a model already, which the run would replace; choose another --out.")
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"{folder} is a file, and the run needs a folder; choose another --out.")
-    if resume and not (folder / "run.toml").exists():
+    if resume and not begun(folder):
         raise ConfigurationError(
             f"{folder} holds no run to resume: it has no run.toml. Check the path, or start a new run."
         )
