@@ -152,7 +152,10 @@ def test_a_full_disk_is_reported_and_a_later_resume_needs_from_start(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither the checkpoints nor the model fit on the disk."""
-    settings, out = [str(trained / "run.toml"), "--steps", "2", "--checkpoint-every", "1"], ["--out", str(tmp_path / "full")]
+    settings, out = (
+        [str(trained / "run.toml"), "--steps", "2", "--checkpoint-every", "1"],
+        ["--out", str(tmp_path / "full")],
+    )
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:

@@ -148,7 +148,6 @@ def main(arguments: Sequence[str]) -> int:
         say(f"run folder: {folder}")
         for line in [*chosen, *lines]:
             say(line)
-        say(f"learning rate: {run.rates}")
         if asked.from_start:
             run_folder.set_aside(folder, asked.name or "*")
         resume, stop = asked.resume and not asked.from_start, launch.Stop()

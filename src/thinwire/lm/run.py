@@ -182,6 +182,9 @@ class Run:
     def lr_origin(self) -> str:
         """The source of the learning rate, as text."""
         default, origin = self._default_lr()
+        factor = 1.0 if self.make_method() else self.make_inner().lr_factor
+        if factor != 1.0:
+            return f"{origin if self.lr == default else 'given'}; times lr_factor {factor:g}: {self.lr * factor:g}"
         return origin if self.lr == default else f"given; the default is {default:g}"
 
     @property
@@ -199,6 +202,9 @@ class Run:
             width, (factor, power) = SIZES[self.model.model].width, LR_AND_WIDTH[inner]
             divisor = f"{width}^{power:g}".removesuffix("^1")
             return float(f"{factor / width**power:.3g}"), f"the default, {factor:g} / {divisor}, by the model's width"
+        made = self.make_inner() if method is None else None
+        if made and type(made) not in LR_AND_WIDTH and made.lr_factor == 1.0:
+            return LR, f"the default, which is AdamW's; give --lr for {type(made).__name__}"
         return LR, "the default"
 
     def make_strategy(self) -> Strategy:
