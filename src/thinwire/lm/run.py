@@ -282,8 +282,10 @@ class Run:
 
     def unlike(self, other: Run) -> str:
         """The settings that prevent resuming from a checkpoint of `other`; empty if there are none."""
-        self, other = self.absolute(), other.absolute()
-        given, there = self.settings(), other.settings()
+        self = self.absolute()
+        given = self.settings()
+        other = other.changed(**_moved(other.settings(), given)).absolute()
+        there = other.settings()
         names = OF_A_CHECKPOINT if self.model.job else (*OF_A_CHECKPOINT, *OF_THE_TEXT)
         said = [f"{name} {there[name]!r} there, {given[name]!r} given" for name in names if given[name] != there[name]]
         one_for_all = self.model.job is None and self.data.largest_batch != other.data.largest_batch
@@ -376,6 +378,24 @@ PARTS: dict[str, type] = {
     "placement": Placement,
 }
 PART_OF = {"seed": ""} | {field.name: part for part, kind in PARTS.items() for field in dataclasses.fields(kind)}
+
+
+def _moved(there: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run that was moved: those that name a file which is not there any more, as `given` for the same name or content."""
+    moved = {}
+    if there["job"] and given["job"] and _digest(there["job"]) == _digest(given["job"]):
+        moved["job"] = given["job"]
+    for name in ("model", "tokenizer"):
+        old, new = (Path(str(one[name]).removeprefix(_kind(one[name]))) for one in (there, given))
+        if old.is_absolute() and not old.exists() and old.name == new.name and _kind(there[name]) == _kind(given[name]):
+            moved[name] = given[name]
+    return moved
+
+
+def _kind(name: str | None) -> str:
+    """The `hf:` or `bpe:` before a path."""
+    kind, colon, _ = str(name).partition(":")
+    return kind + colon if colon else ""
 
 
 def _digest(job: str | None) -> str | None:
