@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire import checkpoint
 from thinwire.comm import Link, TorchGroup, parse_link, run_threads, start_torch
@@ -118,7 +119,7 @@ def began_here(rank: int, folder: Path, now: bool = False) -> bool:
         return False
     key = f"thinwire/began/{rank}/{folder.absolute()}".encode(errors="surrogateescape").hex()
     try:
-        store = dist.TCPStore(*master(), is_master=False, wait_for_workers=False)
+        store = TCPStore(*master(), is_master=False, wait_for_workers=False)
         if now:
             store.set(key, "")
         return bool(store.check([key]))

@@ -248,6 +248,10 @@ class Run:
         given = self.counted_in_samples().settings()
         if given["topology"] and given["topology"].endswith(".json"):
             given["topology"] = repr(read_edges(Path(given["topology"])))
+        for name, value in given.items():
+            for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, str) and not each.isascii():
+                    _check_utf8(name, each)
         pieces = {name: pin(given[name]) for name in OF_PIECES if given[name] is not None}
         given |= {
             "lr": self.optimizer.lr if self.model.models else self.lr,
@@ -390,6 +394,17 @@ def _moved(there: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         if old.is_absolute() and not old.exists() and old.name == new.name and _kind(there[name]) == _kind(given[name]):
             moved[name] = given[name]
     return moved
+
+
+def _check_utf8(name: str, text: str) -> None:
+    """Raise `ConfigurationError` for a path whose bytes are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        spelled = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        raise ConfigurationError(
+            f"{name}={spelled!r}: a run file holds text in UTF-8 alone; rename the file or folder, or make a link to it with another name."
+        ) from None
 
 
 def _kind(name: str | None) -> str:

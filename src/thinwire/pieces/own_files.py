@@ -184,7 +184,8 @@ def _read(path: Path) -> bytes:
         return contents(path).encode()
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{path} cannot be read as a Python file ({error}); check the path, which is relative to the current folder."
+            f"{path} cannot be read as a Python file ({error}); check the path, which is relative to the current folder. "
+            "If a run was moved, give the new one, such as --job NEW_PATH: its content is compared."
         ) from None
 
 
