@@ -395,7 +395,7 @@ def test_a_loader_that_starts_workers_anew_finds_the_classes_of_the_job(how: str
 
 
 def test_a_pinned_file_that_was_moved_is_known_by_its_content(tmp_path: Path) -> None:
-    (tmp_path / "old.py").write_text("class Points:\n    pass\n")
+    (tmp_path / "old.py").write_text("class Moved:\n    pass\n")
     pinned = pinned_file(str(tmp_path / "old.py"))
     (tmp_path / "old.py").rename(tmp_path / "new.py")
     with pytest.raises(ConfigurationError, match="If a run was moved, give the new one"):

@@ -140,7 +140,7 @@ def _imported(path: Path, digest: str | None) -> ModuleType:
     with _ONE_AT_A_TIME:  # a module is in sys.modules before all of its names are
         if digest is not None and (known := sys.modules.get(_name(path, digest))):
             return known
-        if digest is not None and not path.exists() and (moved := _moved.get(digest)):
+        if digest is not None and not path.exists() and (moved := _moved.get(digest, path)) != path:
             return _imported(moved, digest)
         source = _read(path)
         found = _digest(source)
