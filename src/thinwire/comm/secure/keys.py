@@ -7,6 +7,7 @@ machine. The subject of a certificate is a member's name, or `hub`. The DNS name
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -23,7 +24,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.records.files import flush, lock
 
 HUB = "hub.thinwire"
 AUTHORITY_DAYS = 3650
@@ -225,7 +225,8 @@ def _locked(folder: Path) -> Iterator[None]:
     """A context in which no other thread or process reads or changes the authorities of `folder`: a hub runs while its owner rotates them."""
     file = os.open(folder / "authority.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        lock(file)
+        with suppress(OSError):  # a file system without locks; waiting for one that is taken is no error
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
         os.close(file)
@@ -271,9 +272,15 @@ def write_private(path: Path, data: bytes) -> None:
                 owner = path.parent.stat()
                 os.fchown(file, owner.st_uid, owner.st_gid)
             stream.write(data)
-        flush(partial)
+            stream.flush()
+            os.fsync(stream.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    flush(path.parent)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system that does not flush folders
+            os.fsync(folder)
+    finally:
+        os.close(folder)
