@@ -168,12 +168,6 @@ def test_resuming_without_a_fitting_checkpoint_is_refused(whole: Path, text: str
     run_folder.new_folder(small_run(text, steps=99, link="5mbit", lr=1e-3), whole, resume=True)
 
 
-def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path, text: str) -> None:
-    with pytest.raises(CheckpointError, match=r"no replica has a checkpoint in .*/checkpoints, so .* --from-start"):
-        launch.train_processes(small_run(text), tmp_path, True, lambda: None)
-    assert not list(tmp_path.iterdir())
-
-
 def test_two_runs_cannot_share_a_folder(whole: Path, text: str) -> None:
     with EventLog(whole / "events/replica-0.jsonl"), pytest.raises(ConfigurationError, match="a run is active in"):
         run_folder.new_folder(small_run(text), whole, resume=True)

@@ -38,7 +38,7 @@ from thinwire.lm.tokens_mean import by_samples, descend
 from thinwire.lm.watch import watching
 from thinwire.membership import Membership
 from thinwire.methods import Attached, Method, ZerothOrder
-from thinwire.pieces.inner_optimizers import SharpnessAware, at_the_worst_point
+from thinwire.pieces.inner_optimizers import SharpnessAware, at_the_worst_point, highest_rate
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
 from thinwire.replica import Replica
@@ -265,7 +265,7 @@ class Trainer(ABC):
     def _set_rates(self) -> float:
         """Set the learning rate of the next step in the optimizer; those of a job's own optimizer do not change."""
         if self.own_rates:
-            return float(self.optimizer.param_groups[0]["lr"])
+            return highest_rate(self.optimizer)
         lr = learning_rate(self.run, self.progress + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * self.lr_factor

@@ -223,12 +223,13 @@ class Authorities:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """A context in which no other thread or process reads or changes the authorities of `folder`: a hub runs while its owner rotates them."""
-    lock = os.open(folder / "authority.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = os.open(folder / "authority.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks; waiting for one that is taken is no error
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(lock)
+        os.close(file)
 
 
 def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -256,7 +257,7 @@ def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
 def private_folder(folder: Path) -> Path:
     """Make `folder`, which only its owner can read, if it is missing; return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with suppress(PermissionError):  # owned by another user; the files in it are private
+    with suppress(OSError):  # owned by another user, or a file system without modes; the files in it are private
         folder.chmod(0o700)
     return folder
 
@@ -279,6 +280,7 @@ def write_private(path: Path, data: bytes) -> None:
         raise
     folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        with suppress(OSError):  # a file system that does not flush folders
+            os.fsync(folder)
     finally:
         os.close(folder)
