@@ -1,8 +1,8 @@
 """The hub, which all members dial. It admits them, forms groups, and forwards their messages.
 
-It has two ports. At the first a new member sends the secret of an invitation and gets a certificate; the second accepts only members
-with a certificate. A killed hub that starts again continues where it was: its state is in its folder (`HubState`), and members send
-messages again that were in flight.
+It has two ports. One accepts only members with a certificate; at the other (joining.py) a new member sends the secret of an invitation and
+gets a certificate, which it renews at the first. A killed hub that starts again continues where it was: its state is in its folder
+(`HubState`), and members send messages again that were in flight.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from thinwire.comm.secure.channels import (
     BULK,
     CONTROL,
     FOLLOW,
-    JOIN,
     MEET,
     PUBLISH,
-    of_joiners,
+    RENEW,
     of_members,
     server_credentials,
 )
 from thinwire.comm.secure.fetch import Published, serve
 from thinwire.comm.secure.grouping import GroupRequest, HubGroups
 from thinwire.comm.secure.invitations import invite
-from thinwire.comm.secure.keys import Authorities, Credentials, private_folder
+from thinwire.comm.secure.joining import JoinPort, server_tls
+from thinwire.comm.secure.keys import Authorities, Credentials, opened_request, private_folder
 from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.proxy import TcpProxy
+from thinwire.comm.secure.proxy import Bounds, PublicPort, TcpProxy
 from thinwire.comm.secure.relay import LOOK_SECONDS, Connection, Pipe
 from thinwire.comm.secure.requests import HubRequester, RequestHandler, opened_meet, serving_requests
 from thinwire.comm.secure.runs import HubRuns
@@ -55,7 +55,6 @@ from thinwire.comm.secure.streams import (
     Refusing,
     first,
     reading,
-    unary,
     writing,
 )
 from thinwire.comm.secure.tasks import run_until_one_ends
@@ -115,8 +114,8 @@ class Hub:
         self._groups = HubGroups(self._state, self._audit, patience, stays=registry is None)
         self._connections: dict[int, Connection] = {}
         self._closed = False
-        self._servers: list[Any] = []
-        self._proxies: list[TcpProxy] = []
+        self._server: Any = None
+        self._ports: list[PublicPort] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._runs = HubRuns(registry, self._state, self._audit, self._lost) if registry else None
         self._thread = LoopThread.shared()
@@ -158,24 +157,17 @@ class Hub:
     async def _start(self, host: str, port: int) -> tuple[int, int]:
         before = (self._state.meta("ports") or "0 0").split()
         ports = (port, port + 1) if port else tuple(map(int, before))
-        bound = []
-        for place, (options, handlers, own) in enumerate(
-            (
-                (of_members(), self._of_members, self._credentials),
-                (of_joiners(), {JOIN: unary(self._admission.join)}, lambda: self._as_authority),
-            )
-        ):
-            members = place == 0
-            server = grpc.aio.server(
-                handlers=(Handlers(handlers),), options=options, maximum_concurrent_rpcs=STREAMS_OF_ALL
-            )
-            self._servers.append(server)
-            inner = server.add_secure_port("127.0.0.1:0", server_credentials(own, members))
-            await server.start()
-            proxy = TcpProxy(self._audit, inner, STRANGER_SECONDS, members)
-            (self._callers if members else self._admission).proxy = proxy  # before the first call
-            bound.append(await proxy.open(host, ports[place]))
-            self._proxies.append(proxy)
+        bounds = Bounds()  # of both ports together
+        self._proxy = self._callers.proxy = TcpProxy(self._audit, STRANGER_SECONDS, bounds=bounds)
+        joining = JoinPort(self._audit, STRANGER_SECONDS, lambda: self._tls, self._admission.join, bounds)
+        self._ports = [self._proxy, joining]
+        self._admission.granted = self._granted
+        self._server = grpc.aio.server(
+            handlers=(Handlers(self._of_members),), options=of_members(), maximum_concurrent_rpcs=STREAMS_OF_ALL
+        )
+        self._server.add_secure_port(f"unix:{self._proxy.inner}", server_credentials(self._credentials))
+        await self._server.start()
+        bound = [await each.open(host, number) for each, number in zip(self._ports, ports)]
         self._tasks = [asyncio.create_task(self._look())]
         if self._runs:
             self._tasks.append(asyncio.create_task(self._runs.ticking(self._groups)))
@@ -188,10 +180,11 @@ class Hub:
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in self._connections.values():
             connection.end.set()
-        for proxy in self._proxies:
-            await proxy.close()
-        servers, self._servers = self._servers, []  # gRPC's own thread ends with the last server
-        for server in servers:
+        ports, self._ports = self._ports, []
+        for port in ports:
+            await port.close()
+        server, self._server = self._server, None  # gRPC's own thread ends with it
+        if server:
             await server.stop(0)
         self._uploads.close()
 
@@ -205,7 +198,8 @@ class Hub:
         """Present the authority in force, and trust all of them."""
         self._authorities = authorities
         self._own = authorities.own.hub_credentials(OWN_LIFETIME, authorities.trusted)
-        self._as_authority, self._made = authorities.own.own_credentials(), time.time()
+        self._tls, self._made = server_tls(), time.time()
+        authorities.own.present_in(self._tls)
 
     def _look_at_authorities(self) -> None:
         """If the authorities have changed, close all connections; `Callers` asks members without a new certificate to get one."""
@@ -226,12 +220,29 @@ class Hub:
             MEET: grpc.stream_stream_rpc_method_handler(bounded(self._meet)),
             FOLLOW: grpc.unary_stream_rpc_method_handler(bounded(self._follow)),
             PUBLISH: grpc.stream_stream_rpc_method_handler(bounded(self._publish)),
+            RENEW: grpc.unary_unary_rpc_method_handler(self._renew),
         }
 
     # Members.
 
+    async def _renew(self, raw: bytes, context: Any) -> bytes:
+        """A fresh certificate for a member that is connected, which needs no connection for it."""
+        async with Refusing(self._audit, context, self._proxy):
+            name, _expires = self._callers.identify(context)
+            found = opened_request(raw)
+            self._callers.check_key(name, found)
+            answer = self._admission.issued(name, found)
+            self._granted(name)
+        return answer
+
+    def _granted(self, name: str) -> None:
+        """Called when this member has a fresh certificate: its connections last as long."""
+        for connection in self._connections.values():
+            if connection.name == name:
+                connection.expires = time.time() + self._admission.lifetime.total_seconds()
+
     async def _control(self, _: Any, context: Any) -> None:
-        async with Refusing(self._audit, context, self._proxies[0]):
+        async with Refusing(self._audit, context, self._proxy):
             name, expires = self._callers.trainer(context)
             version = await agreed_with_member(context)
             frame = frames.opened(await first(context), 0, [frames.HELLO], version)
@@ -255,7 +266,7 @@ class Hub:
 
     async def _meet(self, _: Any, context: Any) -> None:
         """Answer the requests of a member of an elastic run."""
-        async with Refusing(self._audit, context, self._proxies[0]):
+        async with Refusing(self._audit, context, self._proxy):
             name, expires = self._callers.trainer(context)
             if self._runs is None:
                 raise LinkError("groups at this hub are fixed; for elastic runs start it with --elastic")
@@ -264,7 +275,7 @@ class Hub:
             self._callers.check_bound(name, lambda known: known == run)
             connected = self._connected(context, name, process, expires, run)
             with self._runs.used(run, name) as registry, connected as connection:
-                requester = HubRequester(name, process, self._proxies[0].remote_address(context.peer()))
+                requester = HubRequester(name, process, self._proxy.remote_address(context.peer()))
                 try:
                     await self._run_until_one_ends(
                         connection, [serving_requests(context, registry, requester, version)]
@@ -276,7 +287,7 @@ class Hub:
 
     async def _follow(self, question: bytes, context: Any) -> None:
         """Answer a follower. It is identified at each request, so a revoked one is refused."""
-        async with Refusing(self._audit, context, self._proxies[0]):
+        async with Refusing(self._audit, context, self._proxy):
             _name, expires = self._callers.identify(context)
             if expires < time.time():
                 raise Outdated("the certificate of this follower has expired")
@@ -291,7 +302,7 @@ class Hub:
 
     async def _publish(self, _: Any, context: Any) -> None:
         """Take a version from a publisher. It is identified at each chunk, so a revoked one is refused."""
-        async with Refusing(self._audit, context, self._proxies[0]):
+        async with Refusing(self._audit, context, self._proxy):
             await self._uploads.take(context, lambda: self._callers.trainer(context))
 
     @contextmanager
@@ -299,7 +310,7 @@ class Hub:
         self, context: Any, name: str, process: bytes, expires: float, run: str | None
     ) -> Iterator[Connection]:
         """A context in which this connection is registered. Raises `LinkError` at the end if it was revoked."""
-        received = partial(self._proxies[0].received, context.peer())
+        received = partial(self._proxy.received, context.peer())
         connection = Connection(randbits(64), name, process, expires, received, run)
         self._connections[connection.number] = connection
         try:
@@ -317,7 +328,7 @@ class Hub:
                 connection.end.set()
 
     async def _bulk(self, _: Any, context: Any) -> None:
-        async with Refusing(self._audit, context, self._proxies[0]):
+        async with Refusing(self._audit, context, self._proxy):
             name, _expires = self._callers.trainer(context)
             version = await agreed_with_member(context)
             frame = frames.opened(await first(context), 0, [frames.ATTACH], version)

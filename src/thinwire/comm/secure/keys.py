@@ -11,6 +11,8 @@ import fcntl
 import hashlib
 import os
 import re
+import ssl
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -174,12 +176,17 @@ class Authority:
         certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime, since)
         return Credentials(key, certificate, trusted)
 
-    def own_credentials(self) -> Credentials:
-        """The authority's certificate as a server's, so that a member with its fingerprint can check the server."""
+    def present_in(self, context: ssl.SSLContext) -> None:
+        """Have a server present the authority's own certificate, so that a machine that knows its fingerprint can check the server."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        return Credentials(key, self.pem, self.pem)
+        with tempfile.NamedTemporaryFile(
+            prefix="thinwire-"
+        ) as file:  # only its owner can read it; `ssl` reads files alone
+            file.write(key + self.pem)
+            file.flush()
+            context.load_cert_chain(file.name)
 
 
 class Authorities:

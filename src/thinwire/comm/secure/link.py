@@ -19,9 +19,9 @@ import grpc.aio
 
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Broken, Refused, explain, read, welcomed, written
+from thinwire.comm.secure.calls import Refused, explain, read, welcomed, written
 from thinwire.comm.secure.channels import BULK, CONTROL, dial
-from thinwire.comm.secure.enrol import Admitted, Enrolment
+from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
 from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.messages import InFlight
@@ -209,22 +209,28 @@ class HubLink:
         of_hub = token.host, token.port, own.authorities, own
         # The control connection detects silence for all, because no bulk is queued before its pings.
         channels = [dial(*of_hub, silent=self._silent), *(dial(*of_hub) for _ in range(CHANNELS))]
+        renewals: asyncio.Task[None] | None = None
         try:
             control = channels[0].stream_stream(CONTROL)(metadata=stating_run(self._run))
             self._version = await agreed_with_hub(control, self._silent)
+            renewals = asyncio.create_task(self._renewals(channels[0]))
             welcome, sequence = await self._greeted(control)
             before = connections(token.port)
             bulk = [channel.stream_stream(BULK)(metadata=stated()) for channel in channels[1:]]
-            for stream in bulk:
+            for stream in bulk:  # before the hub has identified the connection, it takes few bytes of it
+                await agreed_with_hub(stream, self._silent)
                 attach = frames.packed(frames.ATTACH, welcome.connection)
                 await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
             for connection in connections(token.port) - before:
                 pace({connection}, self.rate)  # each to the whole rate, because chunks leave one after the other
             keep_from_children(connections(token.port))
-            await self._carry(control, sequence, bulk, admitted)
+            await self._carry(control, sequence, bulk, renewals)
         except grpc.aio.AioRpcError as error:
             raise explain(error) from None
         finally:
+            if renewals:
+                renewals.cancel()
+                await asyncio.gather(renewals, return_exceptions=True)
             for channel in channels:
                 await channel.close(None)
 
@@ -256,11 +262,16 @@ class HubLink:
             self._placed.set_result(welcome)
         return welcome, sequence
 
-    async def _carry(self, control: Any, sequence: int, bulk: list[Any], admitted: Admitted) -> None:
-        """Carry frames both ways until a stream ends or the certificate was renewed."""
+    async def _renewals(self, channel: grpc.aio.Channel) -> None:
+        while True:
+            admitted = await self.enrolment.renewed(channel)
+            await self.straight.begin(admitted.credentials)
+
+    async def _carry(self, control: Any, sequence: int, bulk: list[Any], renewals: asyncio.Task[None]) -> None:
+        """Carry frames both ways until a stream ends."""
         reads = [*(self._hear(stream, 0) for stream in bulk), self._hear(control, sequence)]
         writes = self._speak([control], True), self._speak(bulk, False)
-        for error in await run_until_one_ends(*reads, *writes, _renewal(self.enrolment, admitted)):
+        for error in await run_until_one_ends(*reads, *writes, _ended(renewals)):
             if not (self._leaving and isinstance(error, LinkError)):
                 raise error
 
@@ -394,7 +405,5 @@ class HubLink:
         self.uploaded += len(frame)
 
 
-async def _renewal(enrolment: Enrolment, used: Admitted) -> None:
-    """End the connection when the certificate was renewed; the next one uses the new certificate."""
-    await enrolment.renewed(used)
-    raise Broken("the certificate was renewed")
+async def _ended(task: asyncio.Task[None]) -> None:
+    await task

@@ -91,10 +91,6 @@ class Bounded:
         return some
 
 
-def unary(method: Callable[[bytes, Any], Awaitable[bytes]]) -> grpc.RpcMethodHandler:
-    return grpc.unary_unary_rpc_method_handler(method)
-
-
 async def first(context: Any) -> bytes:
     async with asyncio.timeout(HELLO_SECONDS):
         raw = await context.read()
