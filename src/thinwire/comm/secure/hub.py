@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from thinwire.comm.secure import frames
+from thinwire.comm.secure import audit, frames
 from thinwire.comm.secure.admission import Admission
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.callers import Callers
@@ -41,6 +41,7 @@ from thinwire.comm.secure.grouping import GroupRequest, HubGroups
 from thinwire.comm.secure.invitations import invite
 from thinwire.comm.secure.joining import JoinPort, server_tls
 from thinwire.comm.secure.keys import Authorities, Credentials, opened_request, private_folder
+from thinwire.comm.secure.limits import MemberRates
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.proxy import Bounds, PublicPort, TcpProxy
 from thinwire.comm.secure.relay import LOOK_SECONDS, Connection, Pipe
@@ -65,6 +66,7 @@ from thinwire.errors import DataError, LinkError, PacketError
 
 LIFETIME = timedelta(hours=1)  # lifetime of a member's certificate
 OWN_LIFETIME = timedelta(days=7)  # lifetime of the hub's certificate
+RENEWAL_FRAMES = 64  # what a certificate costs the hub, in frames
 STREAMS = 8  # most bulk streams of each connection
 STRANGER_SECONDS = 20.0  # most seconds until a connection authenticates, or joins
 PATIENCE = 60.0  # seconds without a connection after which a member counts as gone
@@ -109,6 +111,11 @@ class Hub:
         self._state = HubState(folder)
         self._admission = Admission(folder, self._state, self._authorities, self._audit, lifetime, registry is not None)
         self._callers = Callers(self._state, self._authorities)
+        self._rates = MemberRates(
+            lambda name, number: self._audit.count(
+                "delayed", name, "frames, which came faster than a member needs", number
+            )
+        )
         self._uploads = Uploads(publishers, self._audit)
         patience = patience or (ELASTIC_PATIENCE if registry else PATIENCE)
         self._groups = HubGroups(self._state, self._audit, patience, stays=registry is None)
@@ -187,6 +194,7 @@ class Hub:
         if server:
             await server.stop(0)
         self._uploads.close()
+        self._audit.flush()
 
     def _credentials(self) -> Credentials:
         """The hub's own credentials, renewed after half of their lifetime, and if the clock was set back: others compare it with theirs."""
@@ -229,6 +237,7 @@ class Hub:
         """A fresh certificate for a member that is connected, which needs no connection for it."""
         async with Refusing(self._audit, context, self._proxy):
             name, _expires = self._callers.identify(context)
+            await self._rates.spend(name, RENEWAL_FRAMES)
             found = opened_request(raw)
             self._callers.check_key(name, found)
             answer = self._admission.issued(name, found)
@@ -278,7 +287,7 @@ class Hub:
                 requester = HubRequester(name, process, self._proxy.remote_address(context.peer()))
                 try:
                     await self._run_until_one_ends(
-                        connection, [serving_requests(context, registry, requester, version)]
+                        connection, [serving_requests(context, registry, requester, version, self._rates)]
                     )
                 finally:
                     alike = [one for one in self._connections.values() if (one.name, one.process) == (name, process)]
@@ -359,7 +368,11 @@ class Hub:
     ) -> None:
         """Read and write until the stream or the connection ends. Raises `PacketError` for a frame that is not allowed."""
         await self._run_until_one_ends(
-            connection, [reading(context, handles, version), writing(context, pipe, version)]
+            connection,
+            [
+                reading(context, handles, version, self._rates, connection.name),
+                writing(context, pipe, version, self._rates, connection.name),
+            ],
         )
 
     async def _run_until_one_ends(self, connection: Connection, works: list[Coroutine[Any, Any, object]]) -> None:
@@ -382,6 +395,7 @@ class Hub:
 
     def _looked(self, before: int) -> int:
         """One look; returns the version of the state, which was `before` at the last one. What writes comes last: the disk may be full."""
+        self._audit.flush(audit.SECONDS)
         for connection in list(self._connections.values()):
             if why := connection.why_over(time.time()):
                 self._audit("ended", connection.name, why)

@@ -10,6 +10,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+FRAMES_PER_SECOND, FRAMES_AT_MOST, FRAMES_AT_ONCE = 400, 2000, 4096  # of one member
+
 
 class TokenBucket:
     """Allows `burst` at once and `rate` a second in the long run. `now` is the clock."""
@@ -71,3 +73,38 @@ class FairBucket:
 async def _taken(bucket: TokenBucket, number: float) -> None:
     while seconds := bucket.take(number):  # taken at the end of the wait: one that is given up costs nothing
         await asyncio.sleep(seconds)
+
+
+class MemberRates:
+    """Bounds the frames and requests of each member: `FRAMES_PER_SECOND`, and more for those that answer what others send to it, at most
+    `FRAMES_AT_MOST` a second. Chunks of long messages are free, because a receiver asks for them. Frames over the bound are read later.
+
+    Args:
+        count: called with a name and a number of frames that waited.
+    """
+
+    def __init__(self, count: Callable[[str, int], object]) -> None:
+        self._count = count
+        self._buckets: dict[str, tuple[TokenBucket, TokenBucket]] = {}
+
+    async def spend(self, name: str, number: int = 1) -> None:
+        """Wait until `name` may send so many frames."""
+        waited = False
+        for bucket in self._of(name):
+            while seconds := bucket.take(number):
+                waited = True
+                await asyncio.sleep(seconds)
+        if waited:
+            self._count(name, number)
+
+    def earn(self, name: str, number: int) -> None:
+        """Allow `name` so many more frames: something came to it that asks for an answer."""
+        self._of(name)[0].give(number)
+
+    def _of(self, name: str) -> tuple[TokenBucket, TokenBucket]:
+        if name not in self._buckets:
+            self._buckets[name] = (
+                TokenBucket(FRAMES_PER_SECOND, FRAMES_AT_ONCE),
+                TokenBucket(FRAMES_AT_MOST, FRAMES_AT_ONCE),
+            )
+        return self._buckets[name]

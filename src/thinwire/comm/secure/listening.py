@@ -130,6 +130,7 @@ class MemberServer:
         server, self._server = self._server, None
         if server:
             await self._proxy.close()
+            self._audit.flush()
             await server.stop(0)
 
     def _credentials(self) -> Credentials:

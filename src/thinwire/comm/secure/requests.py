@@ -19,6 +19,7 @@ from thinwire.comm.secure.calls import read, written
 from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dial
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.keys import check_name
+from thinwire.comm.secure.limits import MemberRates
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.state import KeptRun
 from thinwire.comm.secure.versions import agreed_with_hub, stated
@@ -65,10 +66,13 @@ class RequestHandler(Protocol):
         """The response. Raises `PacketError` for a request that is not allowed."""
 
 
-async def serving_requests(context: Any, registry: RequestHandler, requester: HubRequester, version: int) -> None:
+async def serving_requests(
+    context: Any, registry: RequestHandler, requester: HubRequester, version: int, rates: MemberRates
+) -> None:
     """Run on the hub for each stream of requests. Raises `PacketError`."""
     sequence = 1
     while (raw := await context.read()) is not grpc.aio.EOF:
+        await rates.spend(requester.name)
         answer = await registry.answer(requester, _opened(frames.opened(raw, sequence, [frames.ASK], version)))
         await context.write(frames.head(frames.ANSWER, 0, sequence - 1, version) + _packed(answer))
         sequence += 1
