@@ -26,7 +26,7 @@ from thinwire.comm.secure.admission import ADMISSION, JOIN_HEAD
 from thinwire.comm.secure.calls import Outdated, Refused, Unanswered, cause, explain
 from thinwire.comm.secure.channels import RENEW
 from thinwire.comm.secure.frames import SAME_RELEASE
-from thinwire.comm.secure.joining import Unlike, ask_to_join
+from thinwire.comm.secure.joining import SPOKEN, Unlike, ask_to_join
 from thinwire.comm.secure.keys import (
     SKEW,
     Credentials,
@@ -162,7 +162,7 @@ class Enrolment:
         head = JOIN_HEAD.pack(token.invitation, token.secret, len(self.name), len(asked))
         try:
             raw = await ask_to_join(
-                token.host, token.join_port, authority, head + self.name.encode() + asked, ANSWER_SECONDS
+                token.host, token.join_port, authority, head + self.name.encode() + asked, ANSWER_SECONDS, SPOKEN
             )
         except Unlike as error:
             raise Refused(f"{error}.") from None

@@ -27,7 +27,8 @@ ANSWER_NBYTES = 1 << 20  # most bytes of its answer, with a run file
 _MAGIC = b"TWJN"
 _ASKED = struct.Struct("<4s64sH")
 _ANSWERED = struct.Struct("<4s64sBI")
-ADMITTED, REFUSED, NOT_NOW = range(3)
+ADMITTED, REFUSED, NOT_NOW, UNLIKE = range(4)
+SPOKEN = str(JOIN_REQUESTS).encode()
 
 Answer = Callable[[bytes, Arrived], Awaitable[tuple[int, bytes]]]
 
@@ -39,6 +40,8 @@ class JoinPort(PublicPort):
         tls: the server's end of TLS, at each connection.
         answer: the verdict on a request and the answer, or the reason.
     """
+
+    spoken = SPOKEN
 
     def __init__(
         self, audit: AuditLog, seconds: float, tls: Callable[[], ssl.SSLContext], answer: Answer, bounds: Bounds
@@ -60,12 +63,12 @@ class JoinPort(PublicPort):
         if why := _unlike("the hub speaks", versions, "the machine"):
             self._audit.stranger("refused to admit", connection.address, why)
             connection.logged = True
-            verdict, answer = REFUSED, f"the hub does not admit this machine: {why}".encode()
+            verdict, answer = UNLIKE, f"the hub does not admit this machine: {why}".encode()
         else:
             verdict, answer = await self._answer(await stream.read(nbytes), connection)
             if verdict == ADMITTED:
                 self._authenticated(connection)
-        await stream.write(_ANSWERED.pack(_MAGIC, str(JOIN_REQUESTS).encode(), verdict, len(answer)) + answer)
+        await stream.write(_ANSWERED.pack(_MAGIC, self.spoken, verdict, len(answer)) + answer)
 
 
 class _ServerTls:
@@ -126,9 +129,11 @@ def server_tls() -> ssl.SSLContext:
     return context
 
 
-async def ask_to_join(host: str, port: int, authority: bytes, request: bytes, seconds: float) -> bytes:
-    """The hub's answer to a request to join, from a hub with this authority (PEM). Raises `Refused`; `LinkError` if it admits nobody now, or
-    with the cause if it does not answer.
+async def ask_to_join(
+    host: str, port: int, authority: bytes, request: bytes, seconds: float, spoken: bytes = SPOKEN
+) -> bytes:
+    """The hub's answer to a request to join, from a hub with this authority (PEM), within so many seconds. `spoken` names the versions that this
+    machine speaks. Raises `Refused`; `LinkError` if the hub admits nobody now; `OSError`, `EOFError` if it does not answer.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -136,7 +141,7 @@ async def ask_to_join(host: str, port: int, authority: bytes, request: bytes, se
     async with asyncio.timeout(seconds):
         reader, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=HUB)
         try:
-            writer.write(_ASKED.pack(_MAGIC, str(JOIN_REQUESTS).encode(), len(request)) + request)
+            writer.write(_ASKED.pack(_MAGIC, spoken, len(request)) + request)
             await writer.drain()
             magic, versions, verdict, nbytes = _ANSWERED.unpack(await reader.readexactly(_ANSWERED.size))
             if magic != _MAGIC or nbytes > ANSWER_NBYTES:
@@ -146,6 +151,8 @@ async def ask_to_join(host: str, port: int, authority: bytes, request: bytes, se
             writer.transport.abort()
     if why := _unlike("this machine speaks", versions, "the hub"):
         raise Unlike(why)
+    if verdict == UNLIKE:
+        raise Unlike(answer.decode(errors="replace"))
     if verdict == REFUSED:
         raise Refused(answer.decode(errors="replace"))
     if verdict == NOT_NOW:
