@@ -337,12 +337,13 @@ def test_certificates_are_renewed_during_training(tmp_path, audit):
     with Hub(tmp_path / "hub", lifetime=timedelta(seconds=4), say=audit) as hub:
 
         def renewed(group) -> None:
-            """Holds rounds until replica 0 has seen four new connections."""
-            more = torch.ones(1, dtype=torch.uint8)
+            """Holds rounds until the certificate of replica 0 was renewed twice."""
+            more, seen = torch.ones(1, dtype=torch.uint8), set()
             while int(more):
                 rounds(group)
                 if group.rank == 0:
-                    more[0] = sum(line.startswith("connected ") for line in list(audit.said)) < 4
+                    seen.add(group._link.enrolment._admitted.credentials.certificate)
+                    more[0] = len(seen) < 3
                     group.post(9, {1: more}, {}).wait()
                 else:
                     group.post(9, {}, {0: more}).wait()
@@ -351,19 +352,36 @@ def test_certificates_are_renewed_during_training(tmp_path, audit):
 
 
 def test_a_restarted_process_ends_its_former_group(hub, audit, tmp_path):
-    """The others are told at once, and form a new group with it."""
-    with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as first:
-        with RawMember(hub.invite(), admitted(hub.invite(), "lima", tmp_path)) as second:
-            before, there = first.hello(2), second.hello(2)
-            welcomed(before), welcomed(there)
-            with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as again:
-                stream = again.hello(2)
-                seen = [there.frame().kind for _ in range(2)]
-                assert set(seen) >= {frames.GONE}
-                assert "another process has connected as oslo" in before.refusal()[1]
-                audit.wait("gone oslo: has restarted")
-                second.process = bytes(16)
-                assert {name for name in welcomed(second.hello(2)).names} == {name for name in welcomed(stream).names}
+    """The others are told as soon as its former process has ended, and form a new group with it."""
+    with RawMember(hub.invite(), admitted(hub.invite(), "lima", tmp_path)) as second:
+        there = second.hello(2)
+        with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as first:
+            welcomed(first.hello(2)), welcomed(there)
+        with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as again:
+            stream = again.hello(2)
+            while there.frame().kind != frames.GONE:
+                pass
+            audit.wait("gone oslo: has restarted")
+            there.end()
+            second.process = bytes(16)
+            assert {name for name in welcomed(second.hello(2)).names} == {name for name in welcomed(stream).names}
+
+
+def test_a_copy_of_a_members_folder_does_not_end_its_group(hub, audit, tmp_path):
+    """Two processes with one key: the second hears from where the first came, and the group of the first goes on."""
+    oslo, lima = (admitted(hub.invite(), name, tmp_path) for name in ("oslo", "lima"))
+    with RawMember(hub.invite(), oslo) as first, RawMember(hub.invite(), lima) as other:
+        stream, there = first.hello(2), other.hello(2)
+        welcomed(stream), welcomed(there)
+        with RawMember(hub.invite(), oslo) as copy:
+            code, why = copy.hello(2).refusal()
+        assert code is grpc.StatusCode.PERMISSION_DENIED and why.count("127.0.0.1:") == 2
+        assert why.startswith("oslo trains already: a process with the same key is connected from 127.0.0.1:")
+        audit.wait("refused 127.0.0.1:", "oslo.member.thinwire", "trains already")
+        stream.put(frames.LEAVE, 0, b"")
+        while (frame := there.frame()).kind != frames.GONE:
+            pass
+        assert frame.number(0) == frames.LEFT and not any("restarted" in line for line in audit.said)
 
 
 @pytest.mark.parametrize("connections", [900, pytest.param(5000, marks=pytest.mark.slow)])

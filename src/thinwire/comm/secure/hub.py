@@ -265,8 +265,9 @@ class Hub:
                         for one in (run, frames.with_reducer(run))
                     ),
                 )
-            with self._connected(context, name, process, expires, None) as connection:
+            with self._connected(context, name, process, expires, None, label) as connection:
                 connection.version = version
+                await self._former_has_ended(connection)
                 try:
                     self._groups.join(connection, GroupRequest.read(frame, of_run))
                     await self._serve(context, connection, connection.control, self._said(connection), version)
@@ -284,6 +285,7 @@ class Hub:
             self._callers.check_bound(name, lambda known: known == run)
             connected = self._connected(context, name, process, expires, run)
             with self._runs.used(run, name) as registry, connected as connection:
+                await self._former_has_ended(connection)
                 requester = HubRequester(name, process, self._proxy.remote_address(context.peer()))
                 try:
                     await self._run_until_one_ends(
@@ -316,11 +318,12 @@ class Hub:
 
     @contextmanager
     def _connected(
-        self, context: Any, name: str, process: bytes, expires: float, run: str | None
+        self, context: Any, name: str, process: bytes, expires: float, run: str | None, label: bytes = b""
     ) -> Iterator[Connection]:
         """A context in which this connection is registered. Raises `LinkError` at the end if it was revoked."""
         received = partial(self._proxy.received, context.peer())
-        connection = Connection(randbits(64), name, process, expires, received, run)
+        address = self._proxy.remote_address(context.peer())
+        connection = Connection(randbits(64), name, process, expires, received, run, label, address)
         self._connections[connection.number] = connection
         try:
             yield connection
@@ -329,6 +332,27 @@ class Hub:
             connection.end.set()
         if connection.refusal:
             raise LinkError(connection.refusal)
+
+    async def _former_has_ended(self, connection: Connection) -> None:
+        """Wait until no other process of this member is in the same place. One that was killed has ended, or is silent and ends soon; raise
+        `LinkError` if it lives: then the member's folder was copied, and the run of the former goes on.
+        """
+        for former in list(self._connections.values()):  # in the order in which they came
+            if former is connection:
+                return
+            nbytes, looks = -1, 0
+            while connection.takes_place_of(former) and not former.end.is_set():
+                if (
+                    looks > 1 and former.nbytes != nbytes
+                ):  # what came before may have been on its way when its process ended
+                    since = time.strftime("%H:%M:%S", time.gmtime(former.since))
+                    raise LinkError(
+                        f"{connection.name} trains already: a process with the same key is connected from {former.address} since {since} UTC, and "
+                        f"lives; this one came from {connection.address}. Stop one of them. If this folder is a copy, delete its key, and join with "
+                        "another token and --name"
+                    )
+                nbytes, looks = former.nbytes, looks + 1
+                await asyncio.sleep(LOOK_SECONDS)
 
     def _lost(self, name: str, incarnation: str) -> None:
         """End the connections of a member that has been silent for too long."""
