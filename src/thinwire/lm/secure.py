@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.comm import Group, parse_link
+from thinwire.comm.private_files import read_private
 from thinwire.comm.secure import Hub, SecureGroup, join
 from thinwire.comm.secure.frames import with_reducer
 from thinwire.comm.secure.keys import write_private
@@ -133,7 +134,7 @@ def main() -> int:
     def train(stop: Stop) -> None:
         run, hub = run_in(folder), folder / HUB
         with stopping(stop):
-            token = (hub / TOKEN).read_text()
+            token = read_private(hub / TOKEN, "the join token").decode()
             with join_for(run, token, f"replica-{index}", hub / KEYS, str(folder), _WAIT_SECONDS) as group:
                 own = _replicas_of(run, group)
                 train_here(run, Place(own, folder, resume, gpu=index, stop=stop))

@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 from cryptography import x509
 
+from thinwire.comm.private_files import read_private
 from thinwire.comm.secure.admission import ADMISSION, JOIN_HEAD
 from thinwire.comm.secure.calls import Outdated, Refused, Unanswered, cause, explain
 from thinwire.comm.secure.channels import RENEW
@@ -86,7 +87,7 @@ class Enrolment:
                 f"{own} holds the key of {self.name} at another hub; choose another folder, or remove it if that hub is gone. "
                 f"If the hub's authority was replaced while this machine was away, remove {own}/authority.* alone."
             )
-        self._key, self._kept, self._pins = key.read_bytes(), own / "authority.pem", pinned
+        self._key, self._kept, self._pins = read_private(key, "this member's key"), own / "authority.pem", pinned
         private(self._key, key)
         self._admitted: Admitted | None = None
 

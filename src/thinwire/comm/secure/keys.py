@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from thinwire.comm.private_files import read_private
 from thinwire.errors import ConfigurationError, LinkError
 
 HUB = "hub.thinwire"
@@ -131,7 +132,7 @@ class Authority:
             made = new_key()
             write_private(key, made)
             write_private(certificate, _authority_certificate(private(made)))
-        self._key = private(key.read_bytes(), key)
+        self._key = private(read_private(key, "the key of the hub's authority"), key)
         self.pem = certificate.read_bytes()
         try:
             self.certificate = x509.load_pem_x509_certificate(self.pem)
