@@ -49,9 +49,9 @@ def read_private(path: Path, what: str, most_nbytes: int = MOST_NBYTES) -> bytes
             raise ConfigurationError(
                 f"{path} with {what} is neither a file nor a pipe; write it to a file of mode 600."
             )
-        text = b""
-        while len(text) < most_nbytes and select.select([file], [], [], _PIPE_SECONDS)[0]:
-            if not (more := file.read(most_nbytes - len(text))):
-                break
-            text += more
+        text, waits = b"", True
+        while waits and len(text) < most_nbytes:
+            more = file.read(most_nbytes - len(text))  # None: there is a writer, which has not written yet
+            text += more or b""
+            waits = bool(more) if more is not None else bool(select.select([file], [], [], _PIPE_SECONDS)[0])
         return text
