@@ -80,9 +80,11 @@ def join_for(
     listen = "" if run.placement.listen == "none" else run.placement.listen
     size, rate = run.placement.replicas, link.bits_per_second if link else None
     if not run.needs_hub:
-        group = join(token, name, size, keys, word, timeout, rate, listen=listen, address=address, say=say)
+        group = join(
+            token, name, size, keys, word, timeout, rate, listen=listen, address=address, say=say, warn=_unsaid
+        )
     else:
-        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate, 0, listen, address, say)
+        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate, 0, listen, address, say, _unsaid)
         if group.names[-1] != REDUCER:  # whose name the hub gives to its own reducer alone
             group.close()
             raise LinkError(
@@ -90,6 +92,10 @@ def join_for(
             )
     group.use_timeout(run.placement.timeout)
     return group
+
+
+def _unsaid(text: str) -> None:
+    """The command says who is away, beside its progress."""
 
 
 def _replicas_of(run: Run, group: SecureGroup) -> Group:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from math import inf
 from typing import Any
 
 import grpc
@@ -42,6 +43,7 @@ ANSWERS = 4096  # control frames that wait to be sent, with which a peer that fl
 CONNECTED = "is connected to the hub"  # the state of a link
 _REVOKED = "Another replica takes its place (thinwire docs secure); then start all again with --resume."
 _REDUCER_GONE = "Its log is reducer.txt in the hub's folder; start the hub again if the reducer's process has ended."
+AWAY_SECONDS = 3.0  # a member, or the hub, that is away for so long is named
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # seconds before the next attempt; a restarted hub waits for `ELASTIC_PATIENCE`
 
 
@@ -89,6 +91,10 @@ class HubLink:
         self.state = "is connecting to the hub"
         self.uploaded = 0  # bytes of frames sent to the hub
         self.straight = Straight(self, enrolment, listen, silent)
+        self.warn: Callable[[str], object] = lambda text: (
+            None
+        )  # called in the loop's thread when the hub, or a member, has been away for long
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def welcome(self) -> Welcome | None:
@@ -108,6 +114,7 @@ class HubLink:
     async def begin(self) -> None:
         """Connect, and stay connected until `leave`."""
         self._task = asyncio.create_task(self._serve())
+        self._watching = asyncio.create_task(self._watch())
 
     def place(self, seconds: float) -> Welcome:
         """Wait until all members have joined; return this member's place in the group. Call it from another thread. Raises `LinkError`."""
@@ -159,10 +166,35 @@ class HubLink:
                     await asyncio.wait([self._task])  # the hub ends the streams when it has received this
         except TimeoutError:
             pass
-        if self._task:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        for task in (self._task, self._watching):
+            if task:
+                task.cancel()
+                await asyncio.wait([task])
         await self.straight.close()
+
+    async def _watch(self) -> None:
+        """Say once of each outage that the hub, or a member, has been away for `AWAY_SECONDS`: until the group ends for it, nothing else would."""
+        since: dict[str, float] = {}
+        while self._task and not self._task.done():
+            away = self._away()
+            since = {name: since.get(name, time.monotonic()) for name in away}  # inf: it was named
+            for name, began in since.items():
+                if time.monotonic() - began >= AWAY_SECONDS:
+                    since[name] = inf
+                    self.warn(f"{time.strftime('%H:%M:%S')} {name} {away[name]}")
+            await asyncio.sleep(AWAY_SECONDS / 6)
+
+    def _away(self) -> dict[str, str]:
+        """Who is without the hub, and what is said of it."""
+        if self._place is None or self._leaving:
+            return {}
+        if self.state != CONNECTED:  # then it does not know of the others
+            return {self.enrolment.name: f"{self.state}; it dials again"}
+        return {
+            name: "is not connected to the hub; after a minute it counts as lost"
+            for peer, name in enumerate(self._place.names)
+            if peer not in (self.rank, *self._connections, *self.messages.gone)
+        }
 
     @property
     def _going(self) -> bool:
