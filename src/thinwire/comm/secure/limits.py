@@ -89,13 +89,13 @@ class MemberRates:
 
     async def spend(self, name: str, number: int = 1) -> None:
         """Wait until `name` may send so many frames."""
-        waited = False
+        counted = False
         for bucket in self._of(name):
             while seconds := bucket.take(number):
-                waited = True
+                if not counted:
+                    self._count(name, number)
+                counted = True
                 await asyncio.sleep(seconds)
-        if waited:
-            self._count(name, number)
 
     def earn(self, name: str, number: int) -> None:
         """Allow `name` so many more frames: something came to it that asks for an answer."""
