@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-FRAMES_PER_SECOND, FRAMES_AT_MOST, FRAMES_AT_ONCE = 400, 2000, 4096  # of one member
+FRAMES_PER_SECOND, FRAMES_AT_MOST, FRAMES_AT_ONCE = 400, 2000, 2048  # of one member
 
 
 class TokenBucket:

@@ -35,7 +35,7 @@ from thinwire.errors import LinkError
 STRANGERS = 256  # connections at once without authentication: 64 members reconnect with three each
 STRANGER_NBYTES = 1 << 16  # most bytes of a connection without authentication
 HANDSHAKE_NBYTES = 4096  # most bytes of a machine that only fetches the authority's certificate
-ACCEPTED_PER_SECOND, ACCEPTED_AT_ONCE = 400, 512  # connections that are taken from the kernel
+ACCEPTED_PER_SECOND, ACCEPTED_AT_ONCE = 200, 512  # connections that are taken from the kernel
 SERVED_PER_SECOND, SERVED_AT_ONCE = 64, 256  # TLS handshakes, at about two milliseconds of a core each
 SERVED_OF_SOURCE, SERVED_OF_SOURCE_AT_ONCE = 16, 128  # of one address
 BYTES_PER_SECOND, BYTES_AT_ONCE = 1 << 19, 1 << 21  # of all strangers together
