@@ -258,7 +258,7 @@ def test_join_takes_its_token_from_a_file_or_standard_input(
             assert "the hub keeps no run file" in capsys.readouterr().err
     audit = (tmp_path / "hub/audit.txt").read_text()
     assert "admitted oslo" in audit and "admitted lima" in audit
-    file.chmod(0o604)
+    file.chmod(0o640)
     for given, says in (
         (f"@{file}", "chmod 600"),
         (f"@{tmp_path}", "no join token can be read from"),

@@ -11,6 +11,8 @@ import fcntl
 import hashlib
 import os
 import re
+import ssl
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from thinwire.comm.private_files import read_private
 from thinwire.errors import ConfigurationError, LinkError
 
 HUB = "hub.thinwire"
@@ -129,7 +132,7 @@ class Authority:
             made = new_key()
             write_private(key, made)
             write_private(certificate, _authority_certificate(private(made)))
-        self._key = private(key.read_bytes(), key)
+        self._key = private(read_private(key, "the key of the hub's authority"), key)
         self.pem = certificate.read_bytes()
         try:
             self.certificate = x509.load_pem_x509_certificate(self.pem)
@@ -174,12 +177,17 @@ class Authority:
         certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime, since)
         return Credentials(key, certificate, trusted)
 
-    def own_credentials(self) -> Credentials:
-        """The authority's certificate as a server's, so that a member with its fingerprint can check the server."""
+    def present_in(self, context: ssl.SSLContext) -> None:
+        """Have a server present the authority's own certificate, so that a machine that knows its fingerprint can check the server."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        return Credentials(key, self.pem, self.pem)
+        with tempfile.NamedTemporaryFile(
+            prefix="thinwire-"
+        ) as file:  # only its owner can read it; `ssl` reads files alone
+            file.write(key + self.pem)
+            file.flush()
+            context.load_cert_chain(file.name)
 
 
 class Authorities:
