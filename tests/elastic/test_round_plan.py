@@ -102,7 +102,7 @@ def test_plans_satisfy_the_laws_for_any_statuses(members: list[MemberStatus]) ->
     assert len({members[rank].state_digest for rank in plan.sound}) == 1
     trained = [m for m in members if not m.fresh]
     if trained:
-        assert 0 <= plan.round - max(m.round for m in trained) < 3
+        assert 0 <= plan.round - members[plan.sound[0]].round < 3
         assert all(not members[rank].fresh for rank in plan.sound + plan.counted)
     ready = {key for m in trained for key in m.brings}
     assert (plan.fragment >= 0) == bool(ready) and (not ready or str(plan.fragment) in ready)
@@ -113,7 +113,34 @@ def test_plans_satisfy_the_laws_for_any_statuses(members: list[MemberStatus]) ->
 @given(st.lists(statuses, min_size=1, max_size=3))
 def test_the_order_of_members_decides_only_ties(members: list[MemberStatus]) -> None:
     several = [reconcile(list(order), ORDER) for order in itertools.permutations(members)]
-    assert len({(plan.round, plan.step) for plan in several}) == 1
+    assert len({plan.step for plan in several}) == 1
+
+
+LIES: list[dict[str, object]] = [
+    {"round": (1 << 30) - 1}, {"round": 0}, {"step": 10**6}, {"over": True, "finishing": True}, {"state_digest": "lie"},
+    {"over": True, "round": 10**6, "state_digest": "lie"}, {"fresh": True, "step": 10**6}, {"run": "another"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("rank", range(4))
+def test_no_word_of_one_member_changes_what_a_majority_agrees_on(lie: dict[str, object], rank: int) -> None:
+    """Three that agree plan the same round at the same step, whatever a fourth reports; it can only bring its own delta."""
+    honest = [status(7, "a", step=step, brings={"1": 1.0}) for step in (30, 32, 32)]
+    plan = reconcile([*honest[:rank], dataclasses.replace(status(7, brings={}), **lie), *honest[rank:]], ORDER)
+    ranks = tuple(r for r in range(4) if r != rank)
+    assert set(ranks) <= set(plan.sound) and plan.counted == ranks
+    assert (plan.step, plan.over, plan.ended, plan.fragment) == (32, False, False, 1)
+
+
+def test_an_end_needs_two_words_or_a_note() -> None:
+    over = status(6, "end", finishing=True, over=True, brings={})
+    late = [status(5, "old"), status(5, "old")]
+    assert not reconcile([over, *late], ORDER).over  # one of three says so
+    noted = reconcile([over, *late], ORDER, final={"end"})
+    assert noted.ended and noted.sound == (0,) and noted.counted == ()
+    assert not reconcile([status(6, "lie", over=True), *late], ORDER, final={"end"}).over
+    assert reconcile([over, over, *late], ORDER).ended
 
 
 def test_the_run_is_over_once_no_member_brings_a_delta() -> None:

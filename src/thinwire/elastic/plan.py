@@ -21,6 +21,7 @@ from thinwire.data_ledger import Claim, ReadCount
 from thinwire.errors import PeerError
 
 MOST_ROUNDS = 1 << 31  # a packet's header has 32 bits
+MOST_REPORTED = 1 << 30  # rounds in a status: whoever takes such a state over has as many rounds left
 MOST_STEPS = 1 << 40
 MOST_WEIGHT = 1e18
 MOST_RECORD = 8192  # bytes
@@ -73,7 +74,7 @@ class MemberStatus:
             raise PeerError(f"{name} sent a status that cannot be read; run the same version on every replica.")
         status = cls(**facts)
         bounds = {
-            "round": 0 <= status.round < MOST_ROUNDS,
+            "round": 0 <= status.round < MOST_REPORTED,
             "step": 0 <= status.step < MOST_STEPS,
             "state_digest": len(status.state_digest) <= 64,
             "run": len(status.run) <= 64,
@@ -157,7 +158,7 @@ class RoundPlan:
     """The plan that follows from the statuses of a view, in rank order; the same on every member.
 
     round     number of the round
-    step      the largest step of all members; members with fewer steps continue from here
+    step      the largest step that enough members have reached (`least_witnesses`); members with fewer steps continue from here
     fragment  the fragment that is exchanged; −1: no member has a delta ready, and the number of the round is not used
     sound     ranks that hold the agreed state; one of them gives it to those behind
     behind    ranks that take it over first
@@ -165,7 +166,7 @@ class RoundPlan:
     whole     sum of the weights if all training members had a delta; the round divides by it
     finished  all have trained all their steps: the rest of a period is averaged (`Outer.last`)
     over      all have finished, and no deltas are left, so members vote on the end; or the run has `ended`
-    ended     a sound member knows that the run has ended
+    ended     enough sound members know that the run has ended, or one whose end is noted
     """
 
     round: int
@@ -193,13 +194,21 @@ class RoundPlan:
         return replace(self, weights=weights, whole=sum(weights) * train / max(1, counted))
 
 
-def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPlan:
+def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int], final: Collection[str] = ()) -> RoundPlan:
     """Plan a round: the sound members, the fragment, and the weight of each delta. Fragments take turns in `order`.
 
-    The sound members are those with most rounds, and among these with the most frequent state digest (in a tie, that of the lowest rank). If
-    no member has trained yet, the lowest rank is sound. The round exchanges the fragment whose turn it is, or the next one of which a
-    member has a delta ready. A member that is behind is counted too, because its delta is its own training, whatever the others did
-    meanwhile. So is a member that was late for an earlier round of this fragment. A fresh member is not counted.
+    The sound members hold the agreed state, round and state digest, by the first of these rules that finds one:
+
+    - a member says that the run is `over`, and the rendezvous has noted that end (its state digest is in `final`);
+    - more than half of the trained members hold it;
+    - of the states that most trained members hold, the one with most rounds has it (in a tie, that of the lowest rank).
+
+    If no member has trained yet, the most frequent digest of all decides in the same way. So of three trained members or more that agree, no
+    single other one replaces their state, whatever it reports.
+
+    The round exchanges the fragment whose turn it is, or the next one of which a member has a delta ready. A member that is behind is
+    counted too, because its delta is its own training, whatever the others did meanwhile. So is a member that was late for an earlier
+    round of this fragment. A fresh member is not counted.
 
     The mean is over all members that train, also those without a delta of this fragment. So each of M deltas moves the anchor by 1/M
     of itself in any round, and M rounds with one delta each have the same effect as one round with all.
@@ -208,15 +217,23 @@ def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPl
     >>> plan = reconcile([ahead, late, MemberStatus(round=7, state_digest="b")], order=[0, 1])
     >>> plan.round, plan.fragment, plan.sound, plan.behind, plan.counted, plan.whole
     (7, 1, (0, 2), (1,), (0, 1), 3.0)
+    >>> liar = MemberStatus(round=1000, state_digest="c", step=10**6, over=True)
+    >>> plan = reconcile([liar, ahead, ahead], order=[0, 1])
+    >>> plan.round, plan.sound, plan.step, plan.over
+    (7, (1, 2), 0, False)
     """
     trained = [rank for rank, status in enumerate(statuses) if not status.fresh]
-    number = max((statuses[rank].round for rank in trained), default=0)
-    ahead = [rank for rank in trained if statuses[rank].round == number] or [0]
-    counts = Counter(statuses[rank].state_digest for rank in ahead)
-    shared = max(counts, key=lambda digest: counts[digest])  # in a tie the first that was counted: the lowest rank's
-    candidates = ahead if trained else range(len(statuses))
-    sound = tuple(rank for rank in candidates if statuses[rank].state_digest == shared)
-    ended = any(statuses[rank].over for rank in sound)
+    candidates = trained or list(range(len(statuses)))
+    states = [(statuses[rank].round if trained else 0, statuses[rank].state_digest) for rank in candidates]
+    held = Counter(states)
+    ends = [state for rank, state in zip(candidates, states) if statuses[rank].over and state[1] in final]
+    # `max` takes the first of equals: the lowest rank's
+    number, digest = state = (
+        ends[0] if ends else max(held, key=lambda one: (2 * held[one] > len(states), held[one], one[0]))
+    )
+    sound = tuple(rank for rank, of in zip(candidates, states) if of == state)
+    enough = 1 if digest in final else least_witnesses(len(candidates))
+    ended = sum(statuses[rank].over for rank in sound) >= enough
     ready = set() if ended else {int(key) for rank in trained for key in statuses[rank].brings}
     open_rounds = (t for t in range(number, number + len(order)) if order[t % len(order)] in ready)
     chosen = next(open_rounds, None)
@@ -225,9 +242,10 @@ def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPl
     counted = sum(weight > 0 for weight in weights)
     finished = all(status.finishing for status in statuses)
     behind = tuple(rank for rank in range(len(statuses)) if rank not in sound)
+    steps = sorted((statuses[rank].step for rank in trained), reverse=True)
     return RoundPlan(
         round=number if chosen is None else chosen,
-        step=max((statuses[rank].step for rank in trained), default=0),
+        step=steps[least_witnesses(len(steps)) - 1] if steps else 0,
         fragment=fragment,
         sound=sound,
         behind=behind,
@@ -237,6 +255,13 @@ def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPl
         over=ended or (finished and not ready and not behind),
         ended=ended,
     )
+
+
+def least_witnesses(members: int) -> int:
+    """The members of `members` that must report an end or a step before the others take it over: two of three or more, because one may
+    lie. Of two, neither can outvote the other, so one is enough.
+    """
+    return 2 if members > 2 else 1
 
 
 def first_in_turn(ready: Collection[int], order: Sequence[int], number: int) -> list[int]:

@@ -12,6 +12,7 @@ messages with the main thread (messages.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from thinwire.codecs import Codec
 from thinwire.comm.group import Group
 from thinwire.elastic.catching_up import caught_up
 from thinwire.elastic.data import admit, commit, grants, is_void, most_counts, status_fields
-from thinwire.elastic.ending import check_final, end_is_noted, keep, level, note_end
+from thinwire.elastic.ending import check_final, end_is_noted, keep, level, note_end, noted_ends
 from thinwire.elastic.eviction import EvictionVoter
 from thinwire.elastic.flying import fly
 from thinwire.elastic.global_state import GlobalState
@@ -198,7 +199,14 @@ class RoundLoop:
             status = self._status()
             view = self._view(lambda: replace(status, step=self._now()).facts())  # training continues meanwhile
             statuses = [MemberStatus.of(member.status, member.name) for member in view.members]
-            plan = reconcile(statuses, self.order)
+            plan = reconcile(statuses, self.order, noted_ends(self.membership, statuses))
+            if (
+                len(statuses) < self.membership.least and not plan.ended
+            ):  # it let them meet because it says that the run is over
+                view.close()
+                raise LinkError(
+                    f"{len(statuses)} of at least {self.membership.least} members came, and the end of the run is not noted"
+                )
             if reason := self._voter.judge(view, statuses):
                 self._alone, self._reason = 0, reason
                 self._on(Event.DECIDED)
@@ -291,7 +299,8 @@ class RoundLoop:
         if self._unconfirmed is not None:  # all have this round now
             self._past.forget(self._unconfirmed.ready.fragment)
         self.agreed.round, self._unconfirmed = plan.round, None
-        self.agreed.run = statuses[plan.sound[0]].run or view.id
+        runs = Counter(statuses[rank].run for rank in plan.sound if statuses[rank].run)
+        self.agreed.run = max(runs, key=lambda run: runs[run]) if runs else view.id
         self.agreed.begin_data(member.name for member in view.members)
         self.membership.enter(self.agreed.run)
         self._step = max(self._now(), plan.step)
