@@ -30,7 +30,7 @@ from thinwire.diagnosis import Rules
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError, PacketError, PeerError
 from thinwire.membership.channel import mac
 from thinwire.membership.commit import VoteStore
-from thinwire.membership.shared_keys import NOTE, REVOKED
+from thinwire.membership.shared_keys import LAST, NOTE, REVOKED
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import (
     SPEAKS,
@@ -235,7 +235,8 @@ class Membership:
     def note_end(self, *what: str) -> None:
         """Write a note at the rendezvous that a run with these facts has ended. `what` is the run's id, and further details of its end.
 
-        From then on `next_view` raises `EndedError` in a replica of this run, unless a member that keeps the final state is there.
+        From then on `next_view` raises `EndedError` in a replica of this run, unless a member that keeps the final state is there. In a run
+        of three members or more the note counts once two of them have written it.
         Raises `LinkError`.
         """
         if self._vote_store is not None:
@@ -251,7 +252,7 @@ class Membership:
 
     def _end_of(self, *what: str) -> str:
         said = json.dumps([sorted(settings(self.facts).items()), what]).encode()
-        return f"{NOTE}{hashlib.blake2b(said, digest_size=16).hexdigest()}"
+        return f"{NOTE}{LAST if CLOSED in what else ''}{hashlib.blake2b(said, digest_size=16).hexdigest()}"
 
     def _past_the_end(self, verdict: Verdict, reason: str) -> str:
         """`reason`, or the end of the run as the reason why this is no view. Raises `EndedError` if no member keeps the final state."""

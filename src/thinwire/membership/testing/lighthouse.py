@@ -34,6 +34,7 @@ class SimulatedLighthouse:
         self.epoch = 0
         self.written: dict[str, bytes] = {}
         self._names: dict[str, str] = {}  # by name: its live incarnation
+        self._spoken: dict[str, str] = {}  # by incarnation: its name
         self._silent: dict[str, float] = {}  # by incarnation: since when it is silent
         self._calls: dict[str, tuple[float, Presence | None]] = {}  # by incarnation: the time of its call
         self._previous: set[str] = set()
@@ -57,6 +58,7 @@ class SimulatedLighthouse:
     def hear(self, name: str, incarnation: str) -> None:
         """Receive heartbeats of `incarnation` from now on."""
         self._names[name] = incarnation
+        self._spoken[incarnation] = name
         self._silent.pop(incarnation, None)
 
     def incarnation_of(self, name: str) -> str:
@@ -118,7 +120,10 @@ class SimulatedLighthouse:
         }
 
     def _look(self) -> None:
-        now, heard = self.cluster.time.now, self._heard()
+        now, heard = (
+            self.cluster.time.now,
+            {incarnation: self._spoken.get(incarnation, incarnation) for incarnation in self._heard()},
+        )
         calling = {incarnation: since for incarnation, (since, _) in self._calls.items()}
         chosen = quorum(calling, heard, self._previous, now, JOIN_SECONDS)
         if chosen:
