@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.elastic.plan import MemberStatus, next_digest, reconcile
+from thinwire.elastic.global_state import GlobalState
+from thinwire.elastic.plan import MemberStatus, reconcile
 
 ORDER = (1, 2, 0)
 brings = st.dictionaries(st.sampled_from("012"), st.sampled_from([0.0, 1.0, 2.5]))
@@ -192,17 +193,16 @@ def test_statuses_survive_serialisation_and_malformed_ones_are_refused() -> None
             MemberStatus.of(facts, "replica-1")
 
 
-def test_a_state_digest_depends_on_round_members_and_anchor() -> None:
-    anchor = torch.arange(5.0)
-    state_digest = next_digest("start", 3, 1, anchor)
-    assert state_digest == next_digest("start", 3, 1, anchor.clone())
-    moved = anchor.clone()
-    moved[4] = torch.nextafter(moved[4], torch.tensor(9.0))
-    others = {
-        next_digest("other", 3, 1, anchor),
-        next_digest("start", 4, 1, anchor),
-        next_digest("start", 3, 0, anchor),
-        next_digest("start", 3, 1, moved),
-    }
-    assert state_digest not in others and len(others) == 4
-    assert dataclasses.replace(status(1), state_digest=state_digest).state_digest == state_digest
+def test_a_state_digest_is_that_of_all_that_a_member_can_receive() -> None:
+    """Whoever has the tensors and the record computes the same digest; any other value, outer state or record has another one."""
+
+    def state(
+        anchor: float = 1.0, outer: float = 0.5, who: tuple[str, ...] = ("a", "b"), number: int = 3
+    ) -> GlobalState:
+        held = GlobalState([torch.zeros(2), torch.zeros(3)], [{}, {"momentum": torch.zeros(3)}], round=number)
+        held.commit(1, torch.full((3,), anchor), {"momentum": torch.full((3,), outer)}, who)
+        return held
+
+    digests = {state().state_digest, state(1.5).state_digest, state(outer=0.0).state_digest}
+    digests |= {state(who=("a",)).state_digest, state(number=4).state_digest}
+    assert len(digests) == 5 and state().state_digest == state().computed_digest() in digests

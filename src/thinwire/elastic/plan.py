@@ -1,21 +1,18 @@
 """The plan of an elastic round: a pure function of the statuses of all members.
 
 Fragments take turns, and rounds are numbered over all fragments: **round** q exchanges fragment order[q mod P]. Members that
-committed the same rounds hold the same anchors and the same **state digest**, a hash over all anchors that these rounds moved. A
+committed the same rounds hold the same anchors and the same **state digest**, a hash over all of the agreed state. A
 member with fewer rounds, or with another digest, is *behind*: it takes over the agreed state of the *sound* members before it is
 counted again. It keeps its own progress, because a delta is relative to its own anchor.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
-
-from torch import Tensor
 
 from thinwire.data_ledger import Claim, ReadCount
 from thinwire.errors import PeerError
@@ -26,6 +23,7 @@ MOST_STEPS = 1 << 40
 MOST_WEIGHT = 1e18
 MOST_RECORD = 8192  # bytes
 MOST_NUMBERS = 512  # in a claim
+MOST_BLAMES, MOST_REASON = 8, 120  # members that a status blames, and characters of a reason
 MOST_READY = 64  # deltas in a status; one delta takes up to 75 bytes of the 16,384 that a replica may say
 _MOST_COUNT = 1 << 60  # of samples
 
@@ -35,7 +33,7 @@ class MemberStatus:
     """The status that a replica sends when it asks for a round.
 
     round         the first round whose decision it does not know
-    state_digest  digest of its anchors, see `next_digest`
+    state_digest  digest of its anchors, see `GlobalState.computed_digest`
     step          inner steps, for the learning rate of members that join
     fresh         it holds only random weights
     finishing     it has trained all its steps
@@ -45,6 +43,8 @@ class MemberStatus:
     record        its record of its last round, as JSON (eviction.py); "" if none
     suspect       the member that it votes to evict; "" if none
     reads         how far it has read along its lease: serial, version, count (data_ledger); empty if it has no lease
+    failed        the id of the last view whose round failed, or waited, because of others; "" if none
+    blames        these members by name, with what they did (conduct.py)
     claims        samples of the deltas that it has ready, by fragment: serial, version, and counts from, to, from, to, ...
     """
 
@@ -58,6 +58,8 @@ class MemberStatus:
     brings: Mapping[str, float] = field(default_factory=dict)
     record: str = ""
     suspect: str = ""
+    failed: str = ""
+    blames: Mapping[str, str] = field(default_factory=dict)
     reads: Sequence[int] = field(default_factory=list)
     claims: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
@@ -80,6 +82,11 @@ class MemberStatus:
             "run": len(status.run) <= 64,
             "record": len(status.record) <= MOST_RECORD,
             "suspect": len(status.suspect) <= 64,
+            "failed": len(status.failed) <= 64,
+            "blames": len(status.blames) <= MOST_BLAMES
+            and all(
+                len(key) <= 64 and type(why) is str and len(why) <= MOST_REASON for key, why in status.blames.items()
+            ),
             "brings": all(
                 key.isascii() and key.isdecimal() and len(key) < 10 and type(w) in (int, float) and 0 <= w < MOST_WEIGHT
                 for key, w in status.brings.items()
@@ -138,6 +145,7 @@ class MemberStatus:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,), "str": (str,), "bool": (bool,), "Mapping[str, float]": (dict,),
+    "Mapping[str, str]": (dict,),
     "Sequence[int]": (list,), "Mapping[str, Sequence[int]]": (dict,),
 }  # fmt: skip
 
@@ -272,10 +280,3 @@ def first_in_turn(ready: Collection[int], order: Sequence[int], number: int) -> 
     """
     turns = (order[turn % len(order)] for turn in range(number, number + len(order)))
     return list(islice((index for index in turns if index in ready), MOST_READY))
-
-
-def next_digest(state_digest: str, number: int, fragment: int, anchor: Tensor) -> str:
-    """The state digest after `fragment`'s anchor has moved in round `number`: BLAKE2b, 16 bytes, as hexadecimal digits."""
-    state = hashlib.blake2b(f"{state_digest}/{number}/{fragment}/".encode(), digest_size=16)
-    state.update(anchor.detach().cpu().contiguous().view(-1).numpy().data)
-    return state.hexdigest()

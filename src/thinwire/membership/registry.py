@@ -22,6 +22,7 @@ from thinwire.membership.shared_keys import GROUP, NOTE, SharedKeys, TooMuchErro
 JOIN_SECONDS = 0.5  # from the first call, after which more than half are enough; memberships add their own grace
 HEARTBEAT_TIMEOUT = 5.0
 TICK_SECONDS = 0.05  # seconds between two calls of `tick`
+MOST_REPORTS = 4  # lines of one member in a minute
 MOST_OF_NAME = 4  # processes of one name: one that runs, and those that died and may still be heard
 _DAY = 86_400.0
 
@@ -125,6 +126,8 @@ class MemberRegistry:
     ) -> None:
         self.heartbeat_timeout, self.say = heartbeat_timeout, say
         self.lost: Callable[[str, str], object] = lambda name, incarnation: None
+        self.reported: Callable[[str, str], object] = lambda name, text: self.say(f"{name} reports: {text!a}")
+        self._reports: dict[str, list[float]] = {}  # by name: when it reported in the last minute
         self._replicas: dict[str, _Replica] = {}  # by incarnation
         self._previous: set[str] = set()
         self._keys = SharedKeys()
@@ -306,6 +309,10 @@ class MemberRegistry:
                 type(k) is str for k in keys
             ):
                 return await self._look_up(requester, keys, seconds)
+            case {"do": "values", "keys": [*keys]} if all(type(k) is str for k in keys):
+                return {"values": self._keys.values(keys)}
+            case {"do": "report", "text": str(text)}:
+                self._report(requester.name, text)
             case {"do": "forget", "keys": [*keys]}:
                 for key in keys:
                     if type(key) is str:
@@ -313,6 +320,16 @@ class MemberRegistry:
             case _:
                 return {"error": "this request is not known; run the same version of Thinwire everywhere"}
         return {}
+
+    def _report(self, name: str, text: str) -> None:
+        """Pass on what a member says of the others, a few lines a minute from each."""
+        now = time.monotonic()
+        recent = self._reports[name] = [at for at in self._reports.pop(name, []) if now - at < 60.0]
+        if len(self._reports) > MOST_MEMBERS:
+            del self._reports[next(iter(self._reports))]
+        if len(recent) < MOST_REPORTS:
+            recent.append(now)
+            self.reported(name, text[:300])
 
     def _left(self, incarnation: str, why: str) -> None:
         replica = self._replicas[incarnation]

@@ -21,6 +21,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -159,12 +160,23 @@ class Membership:
         self._past: list[_Past] = []
         self._refused: set[str] = set()  # names whose statuses could not be read
         self._vote_store: VoteStore | None = None  # of the last call
+        self._excluded: Callable[[], Mapping[str, str]] = dict
         Presence(name, self._incarnation, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
         rendezvous.arrive(name, self._incarnation, secret, self.timeouts, observe)
 
     def require(self, facts: Mapping[str, str]) -> None:
         """Add facts that must be equal on all members. Call it before the first view."""
         self.facts = {**self.facts, **facts}
+
+    def leave_out(self, excluded: Callable[[], Mapping[str, str]]) -> None:
+        """Tell the others at each call whom this replica wants left out, with the reasons. Those that most want left out are no members."""
+        self._excluded = excluded
+
+    def report(self, text: str) -> None:
+        """Write a line to the log of the lighthouse or hub, if that is there."""
+        if self._vote_store is not None:
+            with suppress(LinkError):
+                self._vote_store.report(text)
 
     def use_timeouts(self, timeouts: Timeouts) -> None:
         """Use these timeouts from the next view and vote on. May be called from any thread."""
@@ -288,6 +300,7 @@ class Membership:
         return Presence(
             self.name, self._incarnation, self._calls, self._views, self._holds, self.facts, status,
             [p.incarnation for p in self._suspects],
+            self._excluded(),
             [p.incarnation for p in expected if p.incarnation != self._incarnation],
             self._rendezvous.address,
         )  # fmt: skip

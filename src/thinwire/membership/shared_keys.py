@@ -60,6 +60,10 @@ class SharedKeys:
         found = [value for key in keys if (value := self._value(key)) is not None]
         return found if len(found) == len(keys) else None
 
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        """The value of each of `keys`; None for one that is not written."""
+        return [self._value(key) for key in keys]
+
     def _value(self, key: str) -> str | None:
         if key.startswith(REVOKED):
             return "1" if key.removeprefix(REVOKED) in self.revoked else None
@@ -129,7 +133,8 @@ class SharedKeys:
         if key not in self._values:
             if self._voters.get(writer.name, (writer.incarnation,))[0] != writer.incarnation:
                 raise PacketError(f"another process of {writer.name} has voted since, and this outcome may be deleted")
-            voted = self.read(ballots) is not None  # if a ballot was withdrawn, the outcome is no
+            # if a ballot was withdrawn, or two members vote for different things, the outcome is no
+            voted = len(set(self.read(ballots) or ())) == 1
             self._write(writer.name, key, value if voted else NO.decode())
         return self._values[key][0]
 
