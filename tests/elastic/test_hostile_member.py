@@ -82,7 +82,9 @@ LYING = {
 }  # fmt: skip
 
 
-def play(spoil: Callable[[SimulatedCluster, Toy], None], grace: float = 2.0) -> tuple[dict[str, Any], RecordedRun]:
+def play(
+    spoil: Callable[[SimulatedCluster, Toy], None], to_the_end: bool = True, grace: float = 2.0
+) -> tuple[dict[str, Any], RecordedRun]:
     cluster, record = SimulatedCluster(), RecordedRun()
 
     def honest(name: str) -> Toy:
@@ -92,9 +94,11 @@ def play(spoil: Callable[[SimulatedCluster, Toy], None], grace: float = 2.0) -> 
         toy = Toy(cluster, name, record, least=2, grace=grace, most_steps=STEPS)
         spoil(cluster, toy)
         try:
-            toy.train(STEPS)
+            toy.train(STEPS) if to_the_end else toy.begin().train_until(STEPS // 2)
         except (LinkError, EndedError) as error:
             return str(error)
+        finally:
+            toy.elastic.close()
         return "ended"
 
     results = cluster.play(dict.fromkeys(HONEST, honest) | {"m": mallory})
@@ -110,7 +114,7 @@ def committed(record: RecordedRun, name: str) -> int:
 
 @pytest.mark.parametrize("kind", SPOILING)
 def test_a_member_that_spoils_rounds_is_named_and_left_out(kind: str) -> None:
-    _, record = play(SPOILING[kind])
+    _, record = play(SPOILING[kind], to_the_end=False)
     out = Counter(
         (name, fields["name"]) for name, event, fields in record.events if event == "left_out" and name in HONEST
     )

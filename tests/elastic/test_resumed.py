@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import SIZES, Committed, RecordedRun, Returner, Toy, agree, freeze_a, one_thread, train
+from elastic_toy import SIZES, Committed, RecordedRun, Returner, Toy, agree, freeze_a, one_thread
 from torch import Tensor
 
 from thinwire.elastic import global_state

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from thinwire.elastic.plan import MOST_BLAMES, MOST_REASON, MemberStatus
 from thinwire.membership.rendezvous import Membership
+from thinwire.membership.view import UNLIKE
 
 BOUND = 5.0  # faults: a machine that dies or stalls now and then has fewer, and whoever spoils every round reaches it in minutes
 FORGIVEN = 0.125  # faults that a committed round with the member takes off: one spoilt round in nine is borne
@@ -34,7 +35,7 @@ class Conduct:
 
     def __init__(self, membership: Membership, observe: Callable[..., None]) -> None:
         self._membership, self._observe = membership, observe
-        self._failed, self._blames = "", dict[str, str]()
+        self._failed, self._blames, self._received = "", dict[str, str](), dict[str, str]()
         self._levelled = set[str]()  # members that were behind in the last view
         self._faults: defaultdict[str, float] = defaultdict(float)  # by name
         self._disputes: Counter[frozenset[str]] = Counter()
@@ -43,14 +44,17 @@ class Conduct:
         self._said: dict[str, float] = {}
         self._count: Counter[str] = Counter()  # faults since the last warning
 
-    def blame(self, view_id: str, blames: Mapping[str, str]) -> None:
-        """This member's round in the view `view_id` failed of these members, or waited for them."""
+    def blame(self, view_id: str, blames: Mapping[str, str], sums: Mapping[str, str]) -> None:
+        """This member's round in the view `view_id` failed of these members, or waited for them; `sums` are of the packets that it received."""
+        unlike = UNLIKE in blames.values()
+        self._received = dict(list(sums.items())[:MOST_BLAMES]) if unlike else {}
         self._failed = view_id
         self._blames = {name: reason[:MOST_REASON] for name, reason in list(blames.items())[:MOST_BLAMES]}
 
     def says(self) -> dict[str, object]:
         """Fields of the next status; each report is sent once."""
-        said, self._failed, self._blames = {"failed": self._failed, "blames": self._blames}, "", {}
+        said = {"failed": self._failed, "blames": self._blames, "received": self._received}
+        self._failed, self._blames, self._received = "", {}, {}
         return said
 
     def excluded(self) -> dict[str, str]:
@@ -82,7 +86,11 @@ class Conduct:
             return
         last = max(views, key=lambda view: (views[view], view))
         blames = {name: status.blames for name, status in zip(names, statuses) if status.failed == last}
-        faults = dict[str, str]()
+        faults = self._unlike_packets({name: s.received for name, s in zip(names, statuses) if s.failed == last})
+        if faults is None:
+            faults = {}
+        else:  # that explains why results differ
+            blames = {name: {who: why for who, why in named.items() if why != UNLIKE} for name, named in blames.items()}
         for name in names:
             by = [other for other, named in blames.items() if other != name and name in named]
             accused = [other for other in blames.get(name, {}) if other in names]
@@ -102,6 +110,23 @@ class Conduct:
                 faults[name] = f"it and {other} contradict each other about rounds that failed"
         for name, reason in faults.items():
             self._fault(name, reason, len(names))
+
+    def _unlike_packets(self, received: Mapping[str, Mapping[str, str]]) -> dict[str, str] | None:
+        """Those that sent unlike bytes to the others, by what these `received`; None if all packets were alike. If one alone has other bytes, it
+        or the sender is wrong: a dispute.
+        """
+        faults, unlike = dict[str, str](), False
+        for sender in received:
+            sums = {name: own[sender] for name, own in received.items() if name != sender and sender in own}
+            if len(set(sums.values())) < 2:
+                continue
+            unlike = True
+            usual, count = Counter(sums.values()).most_common(1)[0]
+            if 2 * count > len(sums):
+                self._disputes.update(frozenset((sender, name)) for name, value in sums.items() if value != usual)
+            else:
+                faults[sender] = "it sent unlike bytes to the others"
+        return faults if unlike else None
 
     def _loser(self, pair: Collection[str]) -> str:
         opponents = {name: sum(name in other for other in self._disputes) for name in pair}

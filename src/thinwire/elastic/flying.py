@@ -24,11 +24,12 @@ from thinwire.strategy import Strategy
 def fly(
     strategy: Strategy, codec: Codec, held: FragmentState, view: View, plan: RoundPlan, ready: Ready, context: SendContext,
     voter: EvictionVoter, grace: float,
-) -> tuple[RoundUpdate, dict[int, str]]:  # fmt: skip
+) -> tuple[RoundUpdate, dict[int, str], dict[int, str]]:  # fmt: skip
     """Exchange the round's fragment; all members `held` the same anchor of it.
 
     Every delta is multiplied by weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted mean. The remainder
-    at the end of the run is less than a period, and is averaged, as in a fixed group. Returns the update, and the members for which it waited (`late`).
+    at the end of the run is less than a period, and is averaged, as in a fixed group. Returns the update, the members for which it waited
+    (`late`), and checksums of all packets by rank.
     Raises `PacketError`, `BlamedError`.
     """
     group, fragment, anchor = view.group, plan.fragment, held.anchor
@@ -54,10 +55,11 @@ def fly(
         wrong = tuple(rank for rank, value in largest.items() if value >= most)
         who = "".join(f" Values of {names[rank]} reach {largest[rank]:.3g}." for rank in wrong)
         raise BlamedError(f"the anchor would not be finite; the round is dropped.{who}", wrong)
+    sums = strategy.exchange.checksums(departure)
     moved.close()
     moved.nbytes = strategy.exchange.nbytes_sent(codec, anchor.numel(), group.size, group.rank)
     moved.nbytes_sent = round_.nbytes_sent
-    return moved, late(round_.record(names, 0.0, True), names, grace)
+    return moved, late(round_.record(names, 0.0, True), names, grace), sums
 
 
 class BlamedError(NonFiniteError):

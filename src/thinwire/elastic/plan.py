@@ -23,7 +23,7 @@ MOST_STEPS = 1 << 40
 MOST_WEIGHT = 1e18
 MOST_RECORD = 8192  # bytes
 MOST_NUMBERS = 512  # in a claim
-MOST_BLAMES, MOST_REASON = 8, 120  # members that a status blames, and characters of a reason
+MOST_BLAMES, MOST_REASON = 16, 120  # members that a status blames, and characters of a reason
 MOST_READY = 64  # deltas in a status; one delta takes up to 75 bytes of the 16,384 that a replica may say
 _MOST_COUNT = 1 << 60  # of samples
 
@@ -45,6 +45,7 @@ class MemberStatus:
     reads         how far it has read along its lease: serial, version, count (data_ledger); empty if it has no lease
     failed        the id of the last view whose round failed, or waited, because of others; "" if none
     blames        these members by name, with what they did (conduct.py)
+    received      checksums of the packets that it received in that round, by member, if the members had unlike results
     claims        samples of the deltas that it has ready, by fragment: serial, version, and counts from, to, from, to, ...
     """
 
@@ -60,6 +61,7 @@ class MemberStatus:
     suspect: str = ""
     failed: str = ""
     blames: Mapping[str, str] = field(default_factory=dict)
+    received: Mapping[str, str] = field(default_factory=dict)
     reads: Sequence[int] = field(default_factory=list)
     claims: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
@@ -83,6 +85,8 @@ class MemberStatus:
             "record": len(status.record) <= MOST_RECORD,
             "suspect": len(status.suspect) <= 64,
             "failed": len(status.failed) <= 64,
+            "received": len(status.received) <= MOST_BLAMES
+            and all(len(key) <= 64 and type(sum) is str and len(sum) == 8 for key, sum in status.received.items()),
             "blames": len(status.blames) <= MOST_BLAMES
             and all(
                 len(key) <= 64 and type(why) is str and len(why) <= MOST_REASON for key, why in status.blames.items()

@@ -86,7 +86,10 @@ class RoundLoop:
         self._renewals = [0] * len(codecs)  # outcomes after which older deltas must not be counted, by fragment
         self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
         self._context: SendContext | None = None
-        self._late_peers: dict[int, str] = {}  # of the last exchange
+        self._late_peers, self._sums = (
+            dict[int, str](),
+            dict[int, str](),
+        )  # of the last exchange: who was late, checksums
         self._voter = EvictionVoter(membership, self._observe, clock)
         self._conduct = Conduct(membership, self._observe)
         membership.leave_out(self._conduct.excluded)
@@ -279,6 +282,7 @@ class RoundLoop:
         rank, void, granted = view.group.rank, False, False
         moved: RoundUpdate | None = None
         reads, blames = list[ReadCount](), dict[str, str]()
+        self._late_peers, self._sums = {}, {}
         names = [member.name for member in view.members]
         try:
             self._level(view, plan, statuses)
@@ -306,7 +310,7 @@ class RoundLoop:
         elif committed:
             self._conduct.committed(names)
         if blames:
-            self._conduct.blame(view.id, blames)
+            self._conduct.blame(view.id, blames, {names[peer]: value for peer, value in self._sums.items()})
         if reason:
             view.close()
             self._end_sending()
@@ -394,7 +398,7 @@ class RoundLoop:
         held = self.agreed.fragment(fragment, self.codecs[fragment], ready.feedback if own else {})
         context = self._sending_over(view.group)
         grace = self.membership.timeouts.grace
-        moved, self._late_peers = fly(
+        moved, self._late_peers, self._sums = fly(
             self.strategy, self.codecs[fragment], held, view, plan, ready, context, self._voter, grace
         )
         return moved

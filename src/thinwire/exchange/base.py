@@ -120,6 +120,10 @@ class Exchange(Protocol):
         """
         return {}
 
+    def checksums(self, departure: Any) -> dict[int, str]:
+        """A checksum of the packets of each replica after `arrive`, by rank. Empty if replicas do not get the same packets."""
+        return {}
+
     @abstractmethod
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         """Bytes that replica `rank` of `size` (None: the one that sends most) sends in a round, headers included."""

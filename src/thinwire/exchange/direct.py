@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -107,6 +108,14 @@ class Direct(Exchange):
                     most = float(values.abs().max()) if values.numel() else 0.0
                     found[rank] = max(found[rank], most if math.isfinite(most) else math.inf)
         return found
+
+    def checksums(self, departure: _Departure) -> dict[int, str]:
+        """See `Exchange.checksums`."""
+        sums: dict[int, int] = {}
+        for index in range(len(departure.messages)):
+            for rank, packet in self._packets(departure, index).items():
+                sums[rank] = zlib.crc32(packet.numpy().data, sums.get(rank, 0))
+        return {rank: f"{value:08x}" for rank, value in sums.items()}
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return (size - 1) * packets_nbytes(cut(codec, 0, numel))

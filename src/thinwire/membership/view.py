@@ -24,6 +24,7 @@ from thinwire.version import Protocols, common
 
 Observe = Callable[[str, Mapping[str, Any]], None]
 SPEAKS = "protocols"  # the fact that need not be equal: that ranges overlap is enough
+UNLIKE = "has another result"
 _MOST = 1 << 53  # most calls and views
 
 
@@ -331,7 +332,7 @@ class View:
         _, ballots = keys_of(f"{self.id}/{question}", len(self.members))
         cast = zip(self.members, self.vote_store.of(self.electorate).values(ballots))
         did = {None: "voted no, or not in time"}
-        return {member.name: did.get(value, "has another result") for member, value in cast if value != what}
+        return {member.name: did.get(value, UNLIKE) for member, value in cast if value != what}
 
     def close(self) -> None:
         """End the group after a failure, so that the next view connects again. Idempotent."""
