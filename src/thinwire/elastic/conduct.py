@@ -53,7 +53,7 @@ class Conduct:
 
     def says(self) -> dict[str, object]:
         """Fields of the next status; each report is sent once."""
-        said = {"failed": self._failed, "blames": self._blames, "received": self._received}
+        said: dict[str, object] = {"failed": self._failed, "blames": self._blames, "received": self._received}
         self._failed, self._blames, self._received = "", {}, {}
         return said
 

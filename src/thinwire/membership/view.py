@@ -331,8 +331,7 @@ class View:
         """The members that cast no ballot for `what`, by name, with what they did instead; of a vote whose outcome was no. Raises `LinkError`."""
         _, ballots = keys_of(f"{self.id}/{question}", len(self.members))
         cast = zip(self.members, self.vote_store.of(self.electorate).values(ballots))
-        did = {None: "voted no, or not in time"}
-        return {member.name: did.get(value, UNLIKE) for member, value in cast if value != what}
+        return {member.name: UNLIKE if value else "voted no, or not in time" for member, value in cast if value != what}
 
     def close(self) -> None:
         """End the group after a failure, so that the next view connects again. Idempotent."""
