@@ -22,7 +22,7 @@ class Notes:
     def __init__(self) -> None:
         self.keys, self.forgotten = set[str](), list[str]()
 
-    def put(self, key: str) -> None:
+    def put(self, key: str, value: str = "1") -> None:
         self.keys.add(key)
 
     def all(self, keys: list[str]) -> bool:
