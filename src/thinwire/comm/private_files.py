@@ -5,6 +5,7 @@ Only this user, or root, owns the file, and nobody else may read or change it. A
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import stat
@@ -38,10 +39,11 @@ def read_private(path: Path, what: str, most_nbytes: int = MOST_NBYTES) -> bytes
     b'secret'
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer does not hold it up
+    status = os.fstat(handle)
+    if stat.S_ISDIR(status.st_mode):  # `fdopen` would refuse it, and leave it open
+        os.close(handle)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     with os.fdopen(handle, "rb", buffering=0) as file:
-        status = os.fstat(handle)
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(21, os.strerror(21), str(path))
         check_private(status, path, what)
         if stat.S_ISREG(status.st_mode):
             return file.read(most_nbytes)
