@@ -157,7 +157,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest_one(capsys: Any) -> None:
         ({"model": "nano", "optimizer": "Muon"}, 0.03, "the default, 1.92 / 64, by the model's width"),
         ({"model": "mini", "optimizer": "Muon(momentum=0.9)"}, 0.0075, "the default, 1.92 / 256, by the model's width"),
         ({"model": "nano", "strategy": "muloco"}, 0.03, "the default, 1.92 / 64, by the model's width"),
-        ({"model": "nano", "optimizer": "SAM(Muon())"}, 0.006, "the default"),
+        ({"model": "nano", "optimizer": "SAM(Muon())"}, 0.006, "the default, which is AdamW's; give --lr for SAM"),
         ({"model": "nano", "optimizer": "Muon", "lora": 4}, 0.006, "the default"),
         ({"model": "nano", "lora": 4}, 0.006, "the default"),
         ({"model": "nano", "optimizer": "SGD(0.9, lr_factor=100)"}, 0.006, "the default"),

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 import thinwire as tw
 from thinwire.cli import main
-from thinwire.errors import CheckpointError, ConfigurationError, JobError
+from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.jobs.base import Share, Summed
 from thinwire.jobs.batches import Batches
 from thinwire.jobs.own import OwnJob, functions
