@@ -120,12 +120,12 @@ def test_a_replica_that_cannot_save_says_how_long_the_run_can_resume(
     """Replica 1 has the checkpoint of step 5 only. Replica 0 deletes that with its save number `keep` after it."""
     save_file, drop, saves, dropped = checkpoint.save_file, checkpoint.drop, list[Path](), dict[str, int]()
 
-    def full(tensors: object, path: Path) -> None:
+    def full(tensors: object, path: Path, metadata: object = None) -> None:
         if path.parts[-3] == "replica-1" and path.parts[-2] != ".step-00000005.partial":
             raise OSError(errno.ENOSPC, "No space left on device")
         if path.parts[-3] == "replica-0" and path.name == "model.safetensors":
             saves.append(path)
-        save_file(tensors, path)
+        save_file(tensors, path, metadata)
 
     def note(path: Path) -> None:
         dropped[path.name] = len(saves) - 1
