@@ -45,9 +45,7 @@ class CheckpointError(ThinwireError):
 
 
 class PacketError(ThinwireError):
-    """Bytes from a peer that are not the expected packet. `peer` is the rank of that replica, if it is known."""
-
-    peer: int | None = None
+    """Bytes from a peer that are not the expected packet."""
 
 
 class NonFiniteError(ThinwireError):

@@ -21,6 +21,7 @@ from thinwire.elastic.messages import Ready
 from thinwire.elastic.round_thread import RoundThread
 from thinwire.errors import DisagreementError
 from thinwire.membership.timeouts import Timeouts
+from thinwire.runtime.handshake import digest
 
 NAMES = ("amber", "birch", "cedar", "delta")
 pytestmark = pytest.mark.usefixtures("inline")
@@ -56,7 +57,7 @@ def hold(
         own, chance = told[name], random.Random(f"{seed} {name}")
         membership = cluster.membership(name, least=least, timeouts=Timeouts(grace=10.0), evict=evict)
         anchor = torch.zeros(400)
-        agreed = GlobalState([anchor], [{}])
+        agreed = GlobalState([anchor], [{}], state_digest=digest([anchor]).hex())
         strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(10), outer=tw.pieces.outer.Average())
         held = RoundThread(
             strategy, membership, agreed, [Identity()], [0],
