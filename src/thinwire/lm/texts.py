@@ -312,7 +312,7 @@ def _values(source: Source, file: IO[str]) -> Iterator[tuple[str, object]]:
 
 def _table(source: Source, file: IO[str]) -> Iterator[tuple[str, object]]:
     """The rows of .csv and .tsv, under the names of their first line."""
-    csv.field_size_limit(LARGEST_DOCUMENT)
+    limit = csv.field_size_limit(LARGEST_DOCUMENT)  # of the whole process
     rows = csv.DictReader(file, delimiter=TABLES[_kind(source.path)[0]], strict=True)
     try:
         for row in rows:
@@ -321,6 +321,8 @@ def _table(source: Source, file: IO[str]) -> Iterator[tuple[str, object]]:
         raise DataError(
             f"{source.path}:{rows.line_num}: {error}; a table with quotes around fields of several lines is needed. Write it again."
         ) from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 # Arrow
