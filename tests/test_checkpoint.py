@@ -11,8 +11,8 @@ from strategies import IN_SITES, METHODS
 
 import thinwire as tw
 from thinwire import checkpoint
+from thinwire.checkpoint import write_tree
 from thinwire.pieces.inner_optimizers import SAM, SGD, Muon
-from thinwire.records.files import save_file
 from thinwire.testing.strategies import load, resumed_run, save, whole_run
 from thinwire.testing.toy import adamw, batch, inner_step, same_bits, sgd, toy, weights
 
@@ -223,33 +223,6 @@ def test_a_checkpoint_of_another_inner_optimizer_is_refused_by_name(saved, given
     tw.run_threads(1, replica)
 
 
-@pytest.mark.parametrize("parameters", [1, 6])
-def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path, parameters):
-    """LBFGS keeps lists of tensors. With one parameter these have one value, as a learning rate has."""
-
-    def replica(group):
-        model = torch.nn.Linear(parameters, 1, bias=False)
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
-        with tw.Replica(tw.local_sgd(every=2), model, optimizer, group) as attached:
-
-            def closure():
-                optimizer.zero_grad()
-                loss = (model(torch.ones(1, parameters)) - 3).square().sum()
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-            with pytest.raises(tw.CheckpointError, match=r"state '.*' of LBFGS, a value of type list, cannot be saved"):
-                checkpoint.save(tmp_path, attached, {})
-        attached = tw.Replica(tw.local_sgd(every=2), model, sgd(model), group)
-        with pytest.raises(tw.CheckpointError, match=r"step 0 was not written: .*Tensor is not JSON"):
-            checkpoint.save(tmp_path, attached, {"mine": torch.zeros(1)})
-        attached.close()
-        assert not list(tmp_path.iterdir())
-
-    tw.run_threads(1, replica)
-
-
 def test_two_ranks_that_save_into_one_folder_are_told_so(tmp_path, monkeypatch):
     """Each clears what it takes for the remains of a writer that was killed."""
 
@@ -261,9 +234,9 @@ def test_two_ranks_that_save_into_one_folder_are_told_so(tmp_path, monkeypatch):
 
     def beside(content, path):
         checkpoint._clear(tmp_path)  # of the other rank
-        save_file(content, path)
+        write_tree(content, path)
 
-    monkeypatch.setattr(checkpoint, "save_file", beside)
+    monkeypatch.setattr(checkpoint, "write_tree", beside)
     tw.run_threads(1, replica)
 
 

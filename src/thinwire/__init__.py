@@ -33,7 +33,16 @@ else:
             globals().update({each: getattr(public, each) for each in public.__all__}, __all__=public.__all__)
         if name in globals():
             return globals()[name]
-        raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+        raise AttributeError(f"module 'thinwire' has no attribute {name!r}{_hint(name)}", name=name)
+
+    def _hint(name: str) -> str:
+        """The module of ours that has `name`, in words."""
+        for module in (
+            () if name.startswith("_") else ("comm", "recipes", "codecs", "exchange", "membership", "methods")
+        ):
+            if hasattr(_import_module(f"thinwire.{module}"), name):
+                return f"; it is thinwire.{module}.{name}"
+        return ""
 
     def __dir__() -> list[str]:
         return sorted({*__getattr__("__all__"), *globals()})

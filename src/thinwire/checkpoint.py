@@ -1,10 +1,12 @@
 """Checkpoints: all that a replica needs to resume, bit for bit.
 
     FOLDER/replica-0/step-00000100/     one rank's; shards of a replica are replica-0.shard-1 and so on
-        model.safetensors               parameters and buffers, as this rank holds them
-        inner.safetensors               the inner optimizer's tensors, and torch's random states
+        model.safetensors               the model's state dict, as this rank holds it
+        inner.safetensors               the inner optimizer's state dict, torch's random states, tensors of the notes
         outer.safetensors               anchors, outer state, feedback, deltas in the air
-        manifest.json                   step, facts for JSON, size and SHA-256 of every file, and its own SHA-256
+        manifest.json                   step, facts, notes, size and SHA-256 of every file, and its own SHA-256
+
+Each file of tensors has in its metadata, as JSON, the tree in which they belong (state_tree.py).
 
 Writing is atomic: all goes into a hidden folder beside, is flushed to the disk, and is renamed when whole. The folder has
 one writer. What a writer that was killed leaves is hidden too, and goes with the next save:
@@ -37,14 +39,16 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import Group, gather
 from thinwire.errors import CheckpointError, PacketError
-from thinwire.pieces import inner_state
-from thinwire.pieces.partition import local
+from thinwire.pieces import training_state
 from thinwire.records.files import contents, flush, open_regular, parsed, save_file
+from thinwire.state_tree import Packed, pack, unpack
 from thinwire.version import __version__
 
-FORMAT = 3
+FORMAT = 4
 _FILES = ("model.safetensors", "inner.safetensors", "outer.safetensors")
-_MANIFEST = {"step": int, "strategy": str, "facts": dict, "groups": dict, "notes": dict, "files": dict}
+_MANIFEST = {"step": int, "strategy": str, "facts": dict, "frozen": bool, "notes": dict, "files": dict}
+_TREE = "thinwire.tree"  # in the metadata of a file of tensors
+_NOTES = "notes."  # begins the names of their tensors
 
 
 class Trained(Protocol):
@@ -74,7 +78,7 @@ class Checkpoint:
         return int(self.manifest["step"])
 
 
-def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3) -> Path:
+def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3, *, frozen: bool = True) -> Path:
     """Write `replica` and the caller's `notes` to `folder`/step-N, and delete all but the last `keep` of the checkpoints up to it.
 
     Never waits for a round in flight. If it fails, what was there before stays.
@@ -82,37 +86,60 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
     Args:
         folder: of this rank's checkpoints; made if it is not there.
         replica: a `Replica`, or an attached method.
-        notes: what the caller needs to resume, for JSON.
+        notes: what the caller needs to resume, such as the state dicts of a schedule, a data loader or an average of weights: numbers, text,
+            tensors, arrays, and lists, tuples and dicts of these. `read(...).manifest["notes"]` has them as they were, with their types.
         keep: number of checkpoints.
+        frozen: False: without the parameters that do not train, which are equal in the model that is loaded into.
 
     Raises:
-        CheckpointError: the checkpoint cannot be written, or the optimizer keeps what no checkpoint can hold, as LBFGS does.
+        CheckpointError: the checkpoint cannot be written; if the state is the cause, the message has the path of what cannot be saved.
     """
     tensors, facts = replica.state()
-    inner, groups = inner_state.save_state(replica.optimizer)
-    contents = (dict(_weights(replica.model)), inner | _random_states(replica.model), tensors)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "thinwire": __version__,
         "step": replica.step,
         "strategy": repr(replica.strategy),
         "facts": facts,
-        "groups": groups,
+        "frozen": frozen,
         "notes": dict(notes),
     }
-    return write(folder, manifest, contents, keep)
+    return write(folder, manifest, (*_packed(replica, frozen), pack(dict(tensors), "outer")), keep)
 
 
-def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str, Tensor]], keep: int) -> Path:
+def check(replica: Trained, *, frozen: bool = True) -> None:
+    """Raise `CheckpointError`, with the path of what cannot be saved, if `save` would. Call it after the first step, which makes the state of
+    most optimizers; it copies no tensors.
+    """
+    _packed(replica, frozen)
+
+
+def _packed(replica: Trained, frozen: bool) -> tuple[Packed, Packed]:
+    optimizer = replica.optimizer
+    held = training_state.optimizer_state(optimizer)
+    # named first, so that a message says optimizer.state[3]["hook"]
+    own, packages = training_state.parameters_of(optimizer), training_state.packages_of(optimizer)
+    state = pack(held["state"], "optimizer", own, "optimizer.", packages)
+    random = pack(_random_states(replica.model), "random", prefix="random.")
+    tree = {"classes": held["classes"], "state": state.json, "random": random.json}
+    model = pack(training_state.model_state(replica.model, frozen), "model")
+    return model, Packed(tree, state.tensors | random.tensors)
+
+
+def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Packed], keep: int) -> Path:
     """Write the checkpoint with this `manifest`, without its checksums, and these `contents` of its three files. As `save`."""
     final = folder / f"step-{manifest['step']:08d}"
     partial = hidden(final, "partial")
+    model, inner, outer = contents
+    notes = pack(manifest.get("notes", {}), "notes", prefix=_NOTES)
+    manifest = manifest | {"notes": notes.json}
+    inner = Packed(inner.json, inner.tensors | notes.tensors)
     try:
         _make_folder(folder)
         _clear(folder)
         partial.mkdir()
-        for name, content in zip(_FILES, contents):
-            save_file(content, partial / name)
+        for name, content in zip(_FILES, (model, inner, outer)):
+            write_tree(content, partial / name)
         manifest["files"] = {name: _fingerprint(partial / name) for name in _FILES}
         (partial / "manifest.json").write_text(json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1))
         for name in (*_FILES, "manifest.json", "."):
@@ -123,7 +150,7 @@ def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str
         flush(folder)
     except (OSError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        nbytes = sum(t.numel() * t.element_size() for content in contents for t in content.values())
+        nbytes = sum(t.numel() * t.element_size() for content in contents for t in content.tensors.values())
         raise CheckpointError(
             f"the checkpoint at step {manifest['step']} was not written: {folder}: {error}. {_remedy(error, nbytes)}"
         ) from error
@@ -133,6 +160,24 @@ def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str
     for old in sorted(until_now, key=step_of)[:-keep]:
         drop(old)
     return final
+
+
+def write_tree(content: Packed, path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors as safetensors. Unless they are a flat dict of plain tensors, their tree stands in the file's metadata. Raises `OSError`."""
+    plain = content.json == {name: {"!tensor": name} for name in content.tensors}
+    # one entry, because safetensors writes several in no fixed order, and equal runs must give equal bytes
+    save_file(content.tensors, path, metadata if plain else {_TREE: json.dumps(content.json)})
+
+
+def read_tree(path: Path) -> Packed:
+    """The inverse of `write_tree`. Raises `CheckpointError`, `OSError`, `SafetensorError`."""
+    with safe_open(path, "pt") as file:
+        text = (file.metadata() or {}).get(_TREE)
+    tensors = load_file(path)
+    try:
+        return Packed(parsed(json.loads, text) if text else {name: {"!tensor": name} for name in tensors}, tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: its tree cannot be read ({error}).") from error
 
 
 def hidden(path: Path, state: str) -> Path:
@@ -194,11 +239,20 @@ def read(path: Path, hashes: bool = True) -> Checkpoint:
         problem = _problem(path, manifest, hashes)
         if not problem and written != _digest(manifest):
             problem = "manifest.json is not what was written (checksum)"
+        if not problem:
+            manifest["notes"] = _notes(path, manifest["notes"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
     if problem:
         raise CheckpointError(f"{path} is damaged: {problem}.")
     return Checkpoint(path, manifest)
+
+
+def _notes(path: Path, notes: Any) -> Any:
+    """The notes of a manifest, with their tensors."""
+    with safe_open(path / "inner.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name.startswith(_NOTES)}  # noqa: SIM118
+    return unpack(Packed(notes, tensors), "notes")
 
 
 def step_of(path: Path) -> int:
@@ -221,7 +275,7 @@ def _problem(path: Path, manifest: Mapping[str, Any], hashes: bool) -> str:
         return f"its manifest is of another step, {manifest['step']!s:.40}"
     for name in _FILES:
         written = manifest["files"][name]
-        if written != _fingerprint(path / name) if hashes else written[0] != (path / name).stat().st_size:
+        if written[: 2 if hashes else 1] != _fingerprint(path / name, hashes):
             return f"{name} is not what was written (size or checksum)"
         with safe_open(path / name, "pt"):  # checks the positions of tensors in its header against the file
             pass
@@ -315,49 +369,58 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
         raise CheckpointError(
             f"{checkpoint.path} was made by {manifest['strategy']}, this run uses {replica.strategy!r}; resume with the run's own strategy."
         )
-    model, inner, outer = (load_file(checkpoint.path / name) for name in _FILES)
-    own = dict(_weights(replica.model))
-    differing = sorted(model.keys() ^ own.keys()) or [n for n in own if model[n].shape != own[n].shape]
-    if differing:
-        raise CheckpointError(f"{checkpoint.path} was made for another model: {', '.join(differing[:3])} do not fit.")
-    random = {name: inner.pop(name) for name in [*inner] if name.startswith("random")}
-    inner_state.restore(replica.optimizer, inner, manifest["groups"])
-    with torch.no_grad():
-        for name, value in own.items():
-            value.copy_(model[name])
-    _restore_random_states(replica.model, random)
-    replica.load_state(outer, manifest["facts"])
+    path, model, optimizer = checkpoint.path, replica.model, replica.optimizer
+    packed, inner, outer = (read_tree(path / name) for name in _FILES)
+    parameters = [*model.parameters()]
+    places: dict[str, Any] = {"devices": {p.device for p in parameters}, "meshes": training_state.meshes_of(parameters)}
+    weights = unpack(packed, "model", copied=False, **places)
+    facts: dict[str, Any] = inner.json if isinstance(inner.json, dict) else {}
+    classes: Any = facts.get("classes")
+    random = unpack(Packed(facts.get("random"), inner.tensors), "random states")
+    named = isinstance(classes, list) and all(isinstance(names, list) for names in classes)
+    named = named and all(isinstance(name, str) for names in classes for name in names)
+    if (
+        not named
+        or not isinstance(weights, dict)
+        or not isinstance(random, dict)
+        or not random.keys() >= {"cpu", "cuda"}
+        or "state" not in facts
+    ):
+        raise CheckpointError(f"{path} is damaged: it lacks a model, an optimizer or random states.")
+    try:
+        training_state.check_model(model, weights, manifest["frozen"])
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    training_state.check_optimizer_class(optimizer, classes)
+    own = training_state.parameters_of(optimizer)
+    packages = training_state.packages_of(optimizer)
+    state = unpack(Packed(facts["state"], inner.tensors), "the optimizer's state", own, packages=packages, **places)
+    training_state.restore_optimizer(optimizer, {"classes": classes, "state": state})
+    training_state.restore_model(model, weights)
+    _restore_random_states(model, random)
+    replica.load_state(unpack(outer, "outer"), manifest["facts"])
 
 
-def _random_states(model: nn.Module) -> dict[str, Tensor]:
+def _random_states(model: nn.Module) -> dict[str, Any]:
     """What torch draws next, on the CPU and on this model's GPUs."""
-    drawn = {f"random.{n}": torch.cuda.get_rng_state(gpu) for n, gpu in enumerate(_gpus(model))}
-    return {"random": torch.get_rng_state()} | drawn
+    return {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state(gpu) for gpu in _gpus(model)]}
 
 
-def _restore_random_states(model: nn.Module, states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["random"])
-    for n, gpu in enumerate(_gpus(model)):
-        if f"random.{n}" in states:  # else it was written on another kind of machine
-            torch.cuda.set_rng_state(states[f"random.{n}"], gpu)
+def _restore_random_states(model: nn.Module, states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    for gpu, state in zip(_gpus(model), states["cuda"]):  # fewer if it was written on another kind of machine
+        torch.cuda.set_rng_state(state, gpu)
 
 
 def _gpus(model: nn.Module) -> list[int]:
     return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (tied ones once, frozen ones too) and persistent buffers, this rank's part of each."""
-    persistent = model.state_dict().keys()
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if name in persistent:
-            yield name.replace("_orig_mod.", ""), local(value.detach())
-
-
-def _fingerprint(path: Path) -> list[Any]:
-    """Size and SHA-256 of a file."""
+def _fingerprint(path: Path, hashes: bool = True) -> list[Any]:
+    """Size and SHA-256 of a file, or the size alone."""
     with open_regular(path) as file:
-        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+        size = os.fstat(file.fileno()).st_size
+        return [size, hashlib.file_digest(file, "sha256").hexdigest()] if hashes else [size]
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Self
@@ -11,6 +12,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from thinwire import checkpoint
 from thinwire.comm.group import Group
 from thinwire.data_ledger import LeasedReader
 from thinwire.elastic.driver import elastic_driver
@@ -114,8 +116,12 @@ class Replica:
         self._claim = GroupClaim(group)
         self._driver = choose(training, fragments, group, site)
         self._driver.join(lambda: _begin(self, observer, resume))
-        self._inner_steps = InnerSteps(optimizers_of(optimizer), training, self._driver)
+        optimizers_of_replica = optimizers_of(optimizer)
+        self._inner_steps = InnerSteps(optimizers_of_replica, training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
+        last = optimizers_of_replica[-1]
+        here = weakref.proxy(self)  # a hook of the optimizer must not keep this replica alive
+        self._loop_warnings.check_after_first_step(last, lambda: checkpoint.check(here, frozen=False))
         self._claim.take()
 
     @property
@@ -191,8 +197,10 @@ class Replica:
         """The mean of `value`, such as a loss, over all replicas, with the same bits on each. Collective in a fixed group; else it is `value`."""
         return _mean(self._driver.gather(_NUMBER.pack(value), _NUMBER.size, "metric"))
 
-    def export(self) -> dict[str, Tensor]:
-        """The model's state dict with the outer weights (whole tensors, on the CPU). With FSDP all ranks of a site must call it."""
+    def export(self) -> dict[str, Any]:
+        """The model's state dict with the outer weights (whole tensors, on the CPU), and extra state, if modules have any. With FSDP all ranks
+        of a site must call it.
+        """
         with self.anchored():
             return export_state(self.model)
 

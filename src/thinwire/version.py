@@ -58,7 +58,7 @@ def common(stated: Collection[Protocols | None]) -> bool:
 # A release that changes the frames between members and a hub, requests to join a hub, requests of followers or publishers, or the messages between
 # replicas and a lighthouse, raises `newest` here. It raises `oldest` to the same number, unless both its sides still speak the older ones.
 HUB_FRAMES = Protocols(oldest=4, newest=6, release=__version__)
-JOIN_REQUESTS = Protocols(oldest=2, newest=2, release=__version__)  # version 1 stated no range
+JOIN_REQUESTS = Protocols(oldest=3, newest=3, release=__version__)
 FOLLOWER_REQUESTS = Protocols(oldest=2, newest=2, release=__version__)  # version 1 stated no range
 PUBLISHER_REQUESTS = Protocols(oldest=1, newest=1, release=__version__)
 LIGHTHOUSE_MESSAGES = Protocols(oldest=3, newest=3, release=__version__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from trained_runs import SMALL, trained_run
 
 from thinwire.checkpoint import read
 from thinwire.cli import main, simulate
-from thinwire.lm import tokens
+from thinwire.lm import texts
 from thinwire.lm.run import Run
 from thinwire.records import events as events_module
 from thinwire.records.run_record import RunRecord
@@ -94,10 +95,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "format missing": (_with(format=None), "KeyError: 'format'"),
     "format a tree": (_with(format=[[]]), "has format [[]]"),
     "format of an earlier version": (
-        _with(format=2),
-        "has format 2, this version reads 3; use the version that wrote it",
+        _with(format=3),
+        "has format 3, this version reads 4; use the version that wrote it",
     ),
-    "groups missing": (_with(groups=None), "KeyError: 'groups'"),
+    "frozen missing": (_with(frozen=None), "KeyError: 'frozen'"),
     "facts a list": (_with(facts=[]), "no sound facts"),
     "a list": (_manifest("[]"), "TypeError"),
     "deep": (_manifest("[" * 100_000 + "]" * 100_000), "nested too deeply"),
@@ -151,7 +152,10 @@ def test_a_full_disk_is_reported_and_a_later_resume_needs_from_start(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither the checkpoints nor the model fit on the disk."""
-    settings, out = [str(trained / "run.toml"), "--steps", "2"], ["--out", str(tmp_path / "full")]
+    settings, out = (
+        [str(trained / "run.toml"), "--steps", "2", "--checkpoint-every", "1"],
+        ["--out", str(tmp_path / "full")],
+    )
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:
@@ -272,6 +276,7 @@ def _parquet(path: Path, texts: list[str], times: int, **options: Any) -> None:
         ("line.jsonl", lambda path: path.write_text('{"text": "' + "A" * (1 << 20) + '"}'), "line.jsonl:1 has 65,536 characters or more"),
         ("again.parquet", lambda path: _parquet(path, ["A" * 50_000], 1000), "expands more than 100 times"),
         ("page.parquet", lambda path: _parquet(path, ["A" * (8 << 20)], 1, use_dictionary=False), "expands more than 100 times"),
+        ("bomb.txt.gz", lambda path: path.write_bytes(gzip.compress(b"A" * (8 << 20))), "bomb.txt.gz expands more than 100 times"),
         ("row.parquet", lambda path: _parquet(path, ["A" * (1 << 17)], 1), "has a row of 131,072 characters"),
     ],
 )  # fmt: skip
@@ -283,8 +288,8 @@ def test_data_that_expands_beyond_the_limits_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokens, "LARGEST_DOCUMENT", 1 << 16)
-    monkeypatch.setattr(tokens, "EXPANDED", 1 << 20)
+    monkeypatch.setattr(texts, "LARGEST_DOCUMENT", 1 << 16)
+    monkeypatch.setattr(texts, "EXPANDED", 1 << 20)
     write(tmp_path / name)
     assert main(["train", *SMALL, "--text", str(tmp_path / name)]) == 1
     said = capsys.readouterr().err

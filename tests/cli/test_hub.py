@@ -258,7 +258,7 @@ def test_join_takes_its_token_from_a_file_or_standard_input(
             assert "the hub keeps no run file" in capsys.readouterr().err
     audit = (tmp_path / "hub/audit.txt").read_text()
     assert "admitted oslo" in audit and "admitted lima" in audit
-    file.chmod(0o604)
+    file.chmod(0o640)
     for given, says in (
         (f"@{file}", "chmod 600"),
         (f"@{tmp_path}", "no join token can be read from"),
@@ -313,7 +313,7 @@ def test_a_join_without_a_checkpoint_to_resume_from_is_told_what_it_can_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`join` has no --from-start."""
-    save_run(tmp_path, monkeypatch, replicas=1, carrier="secure")
+    save_run(tmp_path, monkeypatch, replicas=1, carrier="secure", checkpoint_every=1)
     with Hub(tmp_path / "hub") as hub:
         join = ["join", str(hub.invite()), str(tmp_path / "run.toml"), *as_oslo(tmp_path)]
         assert main(join) == 0

@@ -26,7 +26,7 @@ from thinwire.lm.run import Run
         (["report", "nothing"], "nothing does not exist. Give the folder that `thinwire train` wrote."),
         (["report", "."], ". is no run folder: it has no events/*.jsonl."),
         (["train", "--resume"], "add --out FOLDER"),
-        (["train", "--resume", "--out", "nothing"], "nothing holds no run to resume"),
+        (["resume", "nothing"], "nothing holds no run to resume"),
         (["train", "nothing.toml"], "nothing.toml cannot be read as a run file"),
         (["compare", "--seeds", "0"], "at least 1 of each is needed"),
         (["evaluate", "run", "--sequence", "0"], "at least 1 of each is needed"),

@@ -137,3 +137,95 @@ def test_a_rank_that_is_signalled_twice_stops_as_after_once(
 
 def losses(events: Path) -> list[float]:
     return [event["loss"] for event in read_events(events) if event["event"] == "step"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "tcp://10.96.0.1:29500"}, "MASTER_PORT='tcp://10.96.0.1:29500' in"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29999999"}, "MASTER_PORT='29999999' in"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' in"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 and WORLD_SIZE=2 in"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0' in"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "WORLD_SIZE=3, 3 processes for 2 replicas"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' in"),
+    ],
+)  # fmt: skip
+def test_variables_that_no_rank_can_have_are_named(
+    variables: dict[str, str], says: str, run_file: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(run_file), "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert says in said and "unset RANK and WORLD_SIZE" in said and said.count("\n") == 1
+
+
+def test_empty_variables_are_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+    assert launch.torchrun_place() is None and launch.local_rank() == 0 and launch.master() == ("127.0.0.1", 29500)
+
+
+JOB = """
+import os
+import torch
+from torch import nn
+from pathlib import Path
+
+def model():
+    return nn.Linear(8, 1)
+
+def batches(share):
+    while True:
+        x = torch.randn(4, 8)
+        yield x, x.sum(1, keepdim=True)
+
+def loss(model, batch):
+    killed = Path(__file__).with_name("killed")
+    saved = Path(__file__).with_name("run") / "checkpoints/replica-1/SAVED"
+    if saved.exists() and os.environ["RANK"] == "1" and not killed.exists():
+        killed.touch()
+        os.kill(os.getpid(), 9)
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", ["step-00000010", "."], ids=["after a checkpoint", "before the first one"])
+def test_the_same_torchrun_command_continues_after_a_kill(saved: str, tmp_path: Path) -> None:
+    """Without --resume an attempt that torchrun starts again continues, and does not take over an older run; with it so does the command."""
+    job, run = tmp_path / "job.py", tmp_path / "run"
+    job.write_text(
+        JOB.replace("checkpoints/replica-1/SAVED", f"checkpoints/replica-1/{saved}" if saved != "." else ".")
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command += [
+        "-m",
+        "thinwire",
+        "train",
+        "--job",
+        str(job),
+        "--steps",
+        "40",
+        "--checkpoint-every",
+        "10",
+        "--out",
+        str(run),
+    ]
+
+    def done(*more: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [*command, *more], capture_output=True, text=True, timeout=900, check=False, env=environment
+        )
+
+    first = done()
+    assert first.returncode == 0, first.stderr[-3000:]
+    assert (tmp_path / "killed").exists()
+    resumed = [event for event in read_events(run / "events/replica-0.jsonl") if event["event"] == "resume"]
+    assert bool(resumed) == (saved != ".")
+    again = done()
+    assert again.returncode and "holds a run already" in again.stderr and "resume: from" not in again.stdout
+    assert done("--resume", "--steps", "50").returncode == 0

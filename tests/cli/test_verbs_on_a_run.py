@@ -29,6 +29,7 @@ from thinwire.methods import METHODS, Method
 from thinwire.records.events import EventLog
 from thinwire.report.top import Top
 from thinwire.rng import derive
+from thinwire.state_tree import pack
 from thinwire.testing.toy import toy
 
 if TYPE_CHECKING:
@@ -127,9 +128,9 @@ def test_replicas_of_unequal_speed_have_checkpoints_of_their_own_steps(
     folder = tmp_path / "run"
     for rank, steps in ((0, (8, 9, 10)), (1, (3, 4, 5))):
         for step in steps:
-            nothing = {"strategy": "", "facts": {}, "groups": {}, "notes": {}}
+            nothing = {"strategy": "", "facts": {}, "frozen": True, "notes": {}}
             manifest = {"format": FORMAT, "thinwire": "", "step": step} | nothing
-            write(folder / f"checkpoints/replica-{rank}", manifest, [{"x": torch.zeros(1)}] * 3, 3)
+            write(folder / f"checkpoints/replica-{rank}", manifest, [pack({"x": torch.zeros(1)}, "x")] * 3, 3)
     for strategy, says in (
         ("decoupled_diloco", "each replica resumes from its own newest whole one"),
         ("ad_psgd(slow=(1, 2))", "each replica resumes from its own newest whole one"),
@@ -200,7 +201,7 @@ def test_a_run_is_resumed_with_more_and_then_fewer_replicas(run: Path, capsys: p
             values, due = (torch.cat([v.flatten() for v in one]).sort()[0] for one in (model.values(), anchors))
             assert torch.equal(values, due) and not same(model, model_before)
             stream = torch.Generator().manual_seed(derive(0, "random state", 2, 6) % 2**63)
-            assert same(inner, inner_before, "random") and torch.equal(inner["random"], stream.get_state())
+            assert same(inner, inner_before, "random") and torch.equal(inner["random.cpu"], stream.get_state())
             assert all(torch.equal(outer[name], outer_before[name]) for name in outer if "feedback" not in name)
     summary, text = output_of(capsys, "resume", run, "--replicas", 1, "--steps", 9)
     assert "from 3 to 1 replicas at step 8: replica 1, 2 leaves" in text

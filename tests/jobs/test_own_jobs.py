@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import shutil
 import signal
@@ -21,13 +22,13 @@ from safetensors.torch import load_file
 
 import thinwire as tw
 from thinwire.cli import main
-from thinwire.errors import CheckpointError, JobError
+from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.jobs.base import Share, Summed
 from thinwire.jobs.batches import Batches
 from thinwire.jobs.own import OwnJob, functions
-from thinwire.jobs.portable import decode, encode
 from thinwire.lm import final
 from thinwire.lm.run import Run
+from thinwire.pieces.own_files import file_of, pinned_file
 from thinwire.plan.machine import Machine
 from thinwire.records.run_record import RunRecord, best_loss
 
@@ -275,29 +276,6 @@ def test_a_torchdata_loader_resumes_where_it_was() -> None:
     assert [back.take().tolist() for _ in range(7)] == drawn[7:]
 
 
-def test_states_of_jobs_pass_through_json() -> None:
-    state = {
-        "a": [1, 2.5, None, True, "x"],
-        3: b"bytes",
-        "t": torch.arange(6).reshape(2, 3),
-        "e": torch.empty(0),
-        "h": torch.ones(2).half(),
-    }
-    back = decode(json.loads(json.dumps(encode(state))))
-    assert back["a"] == state["a"] and back[3] == b"bytes" and back.keys() == state.keys()
-    assert all(torch.equal(back[name], state[name]) and back[name].dtype == state[name].dtype for name in "teh")
-    with pytest.raises(JobError, match="holds a object"):
-        encode({"x": object()})
-    for bad in (
-        {"bytes in base64": "%"},
-        {"tensor": "nothing"},
-        {"tensor": "save", "bytes in base64": "", "shape": [1]},
-        {"x": 1},
-    ):
-        with pytest.raises(tw.CheckpointError):
-            decode(bad)
-
-
 @pytest.mark.parametrize("frozen", ["model[0]", "model"])
 def test_an_evaluation_gives_each_layer_its_own_mode_back(here: Path, frozen: str) -> None:
     """A layer that is in evaluation mode stays so. A whole model in evaluation mode, as a pretrained one comes, trains in training mode."""
@@ -381,3 +359,21 @@ def test_scalars_of_numpy_are_numbers(here: Path) -> None:
     model = job.try_out(2)
     assert isinstance(loss := job.loss(model, 1, torch.device("cpu")), Summed) and loss.tokens == 4.0
     assert job.evaluation(model, torch.device("cpu")) == {"a": 0.5, "b": 2.0, "c": 3.0}
+
+
+@pytest.mark.parametrize("how", ["forkserver", "spawn"])
+def test_a_loader_that_starts_workers_anew_finds_the_classes_of_the_job(how: str, tmp_path: Path) -> None:
+    """Python 3.14 starts workers by forkserver."""
+    (tmp_path / "my.job.py").write_text("class Points:\n    pass\n")
+    made = file_of(str(tmp_path / "my.job.py")).Points()
+    with multiprocessing.get_context(how).Pool(1) as pool:
+        assert pool.apply(type, (made,)) is type(made)
+
+
+def test_a_pinned_file_that_was_moved_is_known_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / "old.py").write_text("class Moved:\n    pass\n")
+    pinned = pinned_file(str(tmp_path / "old.py"))
+    (tmp_path / "old.py").rename(tmp_path / "new.py")
+    with pytest.raises(ConfigurationError, match="If a run was moved, give the new one"):
+        file_of(pinned)
+    assert file_of(str(tmp_path / "new.py")) is file_of(pinned)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import deque
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def test_two_shares_make_an_epoch_and_a_resume_continues(make: Make) -> None:
     assert sorted(first[:12] + second[:12]) == DATA == sorted(first[12:] + second[12:]) and first[:12] != first[12:]
     cut, back = begun(make), begun(make)
     assert take(cut, 5) == first[:10]
-    notes = json.loads(json.dumps([cut._share.reader.notes(), cut.state()]))  # type: ignore[union-attr]
+    notes = deepcopy([cut._share.reader.notes(), cut.state()])  # type: ignore[union-attr]
     assert back._share.reader is not None
     back._share.reader.load_notes(notes[0])
     assert back.load_state(notes[1]) == ""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.lm.tokens import (
-    BPE,
-    CHUNK_CHARACTERS,
-    Bytes,
-    Source,
-    dtype_of,
-    find,
-    pieces,
-    standard_library,
-)
+from thinwire.lm.texts import CHUNK_CHARACTERS, PassedOver, Source, find, pieces, standard_library
+from thinwire.lm.tokens import BPE, Bytes, dtype_of
 
 TEXTS = ["the lowest of the low", "newer, newest and new", "naïve café 日本語 🙂"] * 20
 
@@ -118,12 +115,11 @@ def test_a_file_of_text_comes_back_whole_in_pieces_of_bounded_size(tmp_path: Pat
     assert (found[0] or "").endswith("\n")
 
 
-def test_a_column_of_a_table_that_is_read_as_plain_text_is_refused(tmp_path: Path) -> None:
-    table = tmp_path / "a.csv"
-    table.write_text("id,body\n" + "7,thin wires\n" * 100)
-    with pytest.raises(DataError, match=r"column='body': .*a.csv is read as plain text; only .jsonl and .parquet have"):
-        read(table, "body")
-    assert read(table) == [table.read_text(), None]
+def test_a_column_of_a_file_that_is_read_as_plain_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("thin wires\n" * 100)
+    with pytest.raises(DataError, match=r"column='body': .*a.log is read as plain text; .jsonl, .* have columns"):
+        read(tmp_path / "a.log", "body")
+    assert read(tmp_path / "a.log") == ["thin wires\n" * 100, None]
 
 
 def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
@@ -163,3 +159,99 @@ def test_the_standard_library_is_sources_alone() -> None:
     assert not any("site-packages" in name or "/test/" in f"/{name}" or not name.endswith(".py") for name in names)
     assert 5e6 < sum(source.nbytes for source in sources) < 30e6
     assert [source.name for source in sources] == sorted(names)
+
+
+ROWS = [{"text": "the quick brown fox"}, {"text": None}, {"text": "a lazy dog"}]
+LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS)
+
+
+def _arrow(path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="the extra thinwire[parquet] is not installed")
+    table = arrow.Table.from_pylist(ROWS)
+    if path.suffix == ".arrow":  # as `datasets` saves it
+        with arrow.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    elif path.suffix == ".feather":
+        pytest.importorskip("pyarrow.feather").write_feather(table, str(path))
+    else:
+        column = table["text"].dictionary_encode()  # as pandas writes a column of categories
+        pytest.importorskip("pyarrow.parquet").write_table(table.set_column(0, "text", column), path)
+
+
+def _zstd(data: bytes) -> bytes:
+    zstandard = pytest.importorskip("zstandard", reason="the extra thinwire[zstd] is not installed")
+    middle = len(LINES) // 2
+    return zstandard.compress(data[:middle]) + zstandard.compress(data[middle:])  # two frames, as pzstd writes them
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl", lambda path: path.write_text(LINES)),
+        ("a.jsonl.gz", lambda path: path.write_bytes(gzip.compress(LINES.encode()))),
+        ("a.ndjson.zst", lambda path: path.write_bytes(_zstd(LINES.encode()))),
+        ("a.json.xz", lambda path: path.write_bytes(lzma.compress(LINES.encode()))),
+        ("a.json", lambda path: path.write_text(json.dumps(ROWS, indent=1))),
+        ("a.csv", lambda path: path.write_text('id,text\r\n1,the quick brown fox\r\n2,\r\n3,"a lazy dog"\r\n')),
+        ("a.tsv.bz2", lambda path: path.write_bytes(bz2.compress(b"text\tid\nthe quick brown fox\t1\n\t2\na lazy dog\t3\n"))),
+        ("a.parquet", _arrow),
+        ("a.arrow", _arrow),
+        ("a.feather", _arrow),
+    ],
+)  # fmt: skip
+def test_records_of_every_format_are_documents_and_null_is_an_empty_text(
+    name: str, write: Callable[[Path], object], tmp_path: Path
+) -> None:
+    write(tmp_path / name)
+    (source,) = find([tmp_path])
+    assert list(pieces(source, "text")) == ["the quick brown fox", None, None, "a lazy dog", None]
+
+
+def test_values_of_json_may_cross_the_limits_of_what_is_read_at_a_time(tmp_path: Path) -> None:
+    rows = [{"text": f"{number} " * 50_000} for number in range(9)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    assert "".join(piece or "" for piece in read(tmp_path / "a.json")) == "".join(row["text"] for row in rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows)[:-1])
+    with pytest.raises(DataError, match=r"a.json, record 10 is not JSON"):
+        read(tmp_path / "a.json")
+
+
+def test_text_in_utf16_needs_its_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("thin wires", encoding="utf-16")
+    assert read(tmp_path / "a.txt") == ["thin wires", None]
+    (tmp_path / "a.txt").write_bytes("thin wires".encode("utf-16-le"))
+    with pytest.raises(UnicodeDecodeError):
+        read(tmp_path / "a.txt")
+
+
+def test_what_is_not_read_in_a_folder_is_named(tmp_path: Path) -> None:
+    text, other = tmp_path / "text", tmp_path / "other"
+    other.mkdir()
+    (other / "b.txt").write_text("b")
+    (text / "below").mkdir(parents=True)
+    (text / "linked").symlink_to(other)
+    (text / "below/circle").symlink_to(text)
+    for name in ("a.txt", ".hidden", "page.html", "shards.tar.gz", "Makefile"):
+        (text / name).write_text("a")
+    (text / "settings.json").write_text('{"steps": 3}')
+    (text / "table.csv").write_text("id,body\n7,thin\n")
+    (text / "gone.txt").symlink_to("nowhere")
+    os.mkfifo(text / "pipe.txt")
+    Path(os.fsdecode(os.fsencode(text) + b"/caf\xe9.txt")).write_text("c")
+    passed_over = PassedOver()
+    assert [source.name for source in find([text], passed_over=passed_over)] == [
+        "a.txt",
+        "caf\\xe9.txt",
+        "linked/b.txt",
+    ]
+    named = {path.name: reason for reason, paths in passed_over.items() for path in paths}
+    assert named == {
+        ".hidden": "hidden",
+        "page.html": ".html",
+        "shards.tar.gz": ".tar.gz",
+        "Makefile": "no suffix",
+        "settings.json": ".json without text under 'text'",
+        "table.csv": ".csv without text under 'text'",
+        "gone.txt": "link that leads nowhere (No such file or directory)",
+        "pipe.txt": "pipe, socket or device",
+    }

@@ -335,7 +335,7 @@ def test_a_secret_is_made_once_and_readable_by_its_owner_only(tmp_path):
         path.chmod(0o600)
         with pytest.raises(ConfigurationError, match="64 hexadecimal digits"):
             secret_in(path)
-    os.mkfifo(tmp_path / "pipe", 0o644)
+    os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ConfigurationError, match="holds no run secret"):  # not: chmod 600, as for a secret
         secret_in(tmp_path / "pipe")
     with pytest.raises(ConfigurationError, match=r"\(Is a directory\)"):

@@ -46,7 +46,7 @@ def commands(text: str) -> list[list[str]]:
     """Returns the arguments of each command of Thinwire in `text`, also in comments; twice if it can have --resume."""
     joined = re.sub(r"\\\n[#\s]*", "", text)
     found = [words.partition("`")[0] for words in re.findall(r"\bthinwire ((?:hub|join) [^\n;&']*)", joined)]
-    found = [words.partition(" <<<")[0] for words in found]
+    found = [re.split(" <{1,3}", words)[0] for words in found]
     found += [shlex.join(words) for words in lists(text)]
     both = [re.sub(r"\$+again\b", again, words) for words in found for again in ("", "--resume")]
     return [shlex.split(words) for words in dict.fromkeys(both)]

@@ -19,7 +19,7 @@ FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.p
 # From the bottom up: a package imports only packages before it; files of one package may import each other.
 _ORDER = """
 errors version types rng data_ledger
-packet kernels comm diagnosis
+packet state_tree kernels comm diagnosis
 codecs membership records topology
 pieces report
 exchange checkpoint

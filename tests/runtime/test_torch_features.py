@@ -290,7 +290,7 @@ def test_several_optimizers_step_and_clear_gradients_as_one():
     parts = [torch.optim.SGD([x], lr=1.0), torch.optim.SGD([y], lr=0.5, momentum=0.5)]
     one = as_one(parts)
     assert as_one(parts[:1]) is parts[0] and optimizers_of(one) == parts
-    assert [group["params"] for group in one.state_dict()["param_groups"]] == [[0], [1]]
+    assert [part["param_groups"][0]["params"] for part in one.state_dict()["parts"]] == [[0], [0]]
     x.grad, y.grad = torch.ones(2), torch.ones(2)
     one.step()
     assert x.tolist() == [0.0, 0.0] and y.tolist() == [1.5, 1.5]

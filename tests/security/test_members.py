@@ -23,7 +23,7 @@ from tcp_proxy import Proxy
 from thinwire.comm.secure import Hub, frames, join, streams
 from thinwire.comm.secure.channels import CONTROL
 from thinwire.comm.secure.messages import BUDGET_NBYTES
-from thinwire.comm.secure.proxy import BACKLOG, CLOSING, STRANGERS
+from thinwire.comm.secure.proxy import STRANGERS
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError
 from thinwire.membership.registry import MemberRegistry
@@ -337,12 +337,13 @@ def test_certificates_are_renewed_during_training(tmp_path, audit):
     with Hub(tmp_path / "hub", lifetime=timedelta(seconds=4), say=audit) as hub:
 
         def renewed(group) -> None:
-            """Holds rounds until replica 0 has seen four new connections."""
-            more = torch.ones(1, dtype=torch.uint8)
+            """Holds rounds until the certificate of replica 0 was renewed twice."""
+            more, seen = torch.ones(1, dtype=torch.uint8), set()
             while int(more):
                 rounds(group)
                 if group.rank == 0:
-                    more[0] = sum(line.startswith("connected ") for line in list(audit.said)) < 4
+                    seen.add(group._link.enrolment._admitted.credentials.certificate)
+                    more[0] = len(seen) < 3
                     group.post(9, {1: more}, {}).wait()
                 else:
                     group.post(9, {}, {0: more}).wait()
@@ -351,24 +352,41 @@ def test_certificates_are_renewed_during_training(tmp_path, audit):
 
 
 def test_a_restarted_process_ends_its_former_group(hub, audit, tmp_path):
-    """The others are told at once, and form a new group with it."""
-    with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as first:
-        with RawMember(hub.invite(), admitted(hub.invite(), "lima", tmp_path)) as second:
-            before, there = first.hello(2), second.hello(2)
-            welcomed(before), welcomed(there)
-            with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as again:
-                stream = again.hello(2)
-                seen = [there.frame().kind for _ in range(2)]
-                assert set(seen) >= {frames.GONE}
-                assert "another process has connected as oslo" in before.refusal()[1]
-                audit.wait("gone oslo: has restarted")
-                second.process = bytes(16)
-                assert {name for name in welcomed(second.hello(2)).names} == {name for name in welcomed(stream).names}
+    """The others are told as soon as its former process has ended, and form a new group with it."""
+    with RawMember(hub.invite(), admitted(hub.invite(), "lima", tmp_path)) as second:
+        there = second.hello(2)
+        with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as first:
+            welcomed(first.hello(2)), welcomed(there)
+        with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as again:
+            stream = again.hello(2)
+            while there.frame().kind != frames.GONE:
+                pass
+            audit.wait("gone oslo: has restarted")
+            there.end()
+            second.process = bytes(16)
+            assert {name for name in welcomed(second.hello(2)).names} == {name for name in welcomed(stream).names}
 
 
-@pytest.mark.parametrize(("connections", "more"), [(900, 0), pytest.param(5000, 2 * BACKLOG, marks=pytest.mark.slow)])
-def test_half_open_connections_hold_bounded_files(connections, more, tmp_path):
-    """They send nothing, or little. Rounds continue. Files and memory of the hub are bounded: asyncio accepts `BACKLOG` at once."""
+def test_a_copy_of_a_members_folder_does_not_end_its_group(hub, audit, tmp_path):
+    """Two processes with one key: the second hears from where the first came, and the group of the first goes on."""
+    oslo, lima = (admitted(hub.invite(), name, tmp_path) for name in ("oslo", "lima"))
+    with RawMember(hub.invite(), oslo) as first, RawMember(hub.invite(), lima) as other:
+        stream, there = first.hello(2), other.hello(2)
+        welcomed(stream), welcomed(there)
+        with RawMember(hub.invite(), oslo) as copy:
+            code, why = copy.hello(2).refusal()
+        assert code is grpc.StatusCode.PERMISSION_DENIED and why.count("127.0.0.1:") == 2
+        assert why.startswith("oslo trains already: a process with the same key is connected from 127.0.0.1:")
+        audit.wait("refused 127.0.0.1:", "oslo.member.thinwire", "trains already")
+        stream.put(frames.LEAVE, 0, b"")
+        while (frame := there.frame()).kind != frames.GONE:
+            pass
+        assert frame.number(0) == frames.LEFT and not any("restarted" in line for line in audit.said)
+
+
+@pytest.mark.parametrize("connections", [900, pytest.param(5000, marks=pytest.mark.slow)])
+def test_half_open_connections_hold_bounded_files(connections, tmp_path):
+    """They send nothing, or little. Rounds continue. Files and memory of the hub are bounded."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
     hub = HubProcess(tmp_path / "hub")
@@ -387,8 +405,8 @@ def test_half_open_connections_hold_bounded_files(connections, more, tmp_path):
                 most = max(most, len(list(files.iterdir())) - before)
         run_secure(token, 2, rounds, tmp_path / "keys")
         most = max(most, len(list(files.iterdir())) - before)
-        # three files for each, some of which are being closed
-        assert most <= 2 * 3 * (STRANGERS + CLOSING) + 256 + more, most
+        # three files for each at the members' port, and one at the other
+        assert most <= 4 * STRANGERS + 256, most
         grown = resident(hub.process.pid) - held
         assert grown < 128 << 20, f"{grown:,} bytes"
         print(f"{connections} connections: at most {most} more files, {grown:,} more bytes (measured)")

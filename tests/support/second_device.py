@@ -50,6 +50,13 @@ class OnSecond(torch.Tensor):
         made.values = values
         return made
 
+    def __tensor_flatten__(self):  # a checkpoint holds the parts of such a class
+        return ["values"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, context, size, stride):
+        return OnSecond(parts["values"])
+
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
         return perform(operation, args, kwargs or {})

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
@@ -49,7 +49,8 @@ def room_on_disk(run: Run, model: nn.Module, here: int, folder: Path, console: C
 
 def _nbytes_on_disk(run: Run, model: nn.Module) -> tuple[int, int]:
     """Bytes of the trained model, and about those of one replica's checkpoint, with the moments of AdamW."""
-    weights = sum(value.numel() * value.element_size() for value in model.state_dict().values())
+    tensors = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
+    weights = sum(value.numel() * value.element_size() for value in tensors)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if run.make_method():
         return weights, weights + 8 * trained

@@ -26,8 +26,9 @@ from thinwire.lm.job import open_job
 from thinwire.lm.placement import Placement
 from thinwire.lm.run import Run
 from thinwire.lm.setup import outline_model
+from thinwire.lm.texts import find
 from thinwire.lm.tokenizer import make_tokenizer, open_corpus
-from thinwire.lm.tokens import Bytes, find
+from thinwire.lm.tokens import Bytes
 from thinwire.plan.base import base_nbytes
 from thinwire.plan.by_link import by_link, follows_link
 from thinwire.records.printable import reason
@@ -152,7 +153,7 @@ def set_up(
 
 def text(run: Run) -> Generator[CheckResult, None, int]:
     """Check the text, and return the size of the vocabulary. Large text is not tokenised."""
-    nbytes = sum(source.nbytes for source in find(run.data.text)) if run.data.text else 0
+    nbytes = sum(source.nbytes for source in find(run.data.text, column=run.data.column)) if run.data.text else 0
     if nbytes > LARGE_TEXT_NBYTES and isinstance(make_tokenizer(run.data, run.model.model), Bytes):
         yield CheckResult("text", "ok", f"{text_of_nbytes(nbytes)}; not tokenised here, the run does that first")
         return 256

@@ -20,7 +20,8 @@ from thinwire.lm.data import Corpus
 from thinwire.lm.ensemble import Ensemble
 from thinwire.lm.mixture import scores_of
 from thinwire.lm.run import Run
-from thinwire.lm.tokens import Tokenizer, find, standard_library
+from thinwire.lm.texts import find, standard_library
+from thinwire.lm.tokens import Tokenizer
 from thinwire.lm.trained import trained_model, with_parents
 from thinwire.records.units import text_of_loss, text_of_share
 
@@ -128,6 +129,8 @@ def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
 
 def _batches(asked: Options, text: Sequence[str], tokenizer: Tokenizer, sequence: int) -> list[tuple[Tensor, Tensor]]:
     corpus = Corpus.open(text, tokenizer, column=asked.column or "text")
+    for line in corpus.passed_over:
+        options.advise(line)
     return corpus.held_out(EVAL_BATCH * asked.eval_batches, asked.sequence or sequence, asked.batch)
 
 

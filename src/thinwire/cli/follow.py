@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from thinwire.cli import options
-from thinwire.cli.tls import accept_only_tls13
+from thinwire.cli.tls import set_up_grpc
 from thinwire.cli.token import takes_token, token_of
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, DataError, LinkError, PacketError
@@ -68,7 +68,7 @@ def _origin(asked: Options, say: Callable[[str], object]) -> Iterator[tuple[Orig
             raise ConfigurationError(
                 "a token needs --name; write --name follower-oslo, or the name that the token is for."
             )
-        accept_only_tls13()
+        set_up_grpc()
         from thinwire.comm.secure import PublishedAtHub
         from thinwire.comm.secure.calls import Refused
 

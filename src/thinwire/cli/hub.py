@@ -21,7 +21,7 @@ from rich.console import Console
 from thinwire.cli import options
 from thinwire.cli.signals import asked_to_end
 from thinwire.cli.streams import unread
-from thinwire.cli.tls import accept_only_tls13
+from thinwire.cli.tls import set_up_grpc
 from thinwire.comm.secure.token import HUB_PORT, MOST_USES
 from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry
@@ -117,7 +117,7 @@ def _do(asked: Options) -> int:
     console = options.console(asked.json)
     if asked.do == "list":
         return _list(asked, console)
-    accept_only_tls13()
+    set_up_grpc()
     if asked.do == "invite":
         from thinwire.comm.secure import invite
 

@@ -48,7 +48,7 @@ class Options:
     out: Path | None = None
     """The run folder. Default: runs/NAME."""
     resume: bool = False
-    """Resume from the newest checkpoint that all replicas have."""
+    """Resume from the newest checkpoint that all replicas have, or begin if --out has no run: one command for both."""
     keys: Path = Path(".thinwire")
     """The folder that keeps this replica's key and its certificate."""
     listen: str | None = None
@@ -99,16 +99,17 @@ def main(arguments: Sequence[str]) -> int:
         run = run.changed(publish=True)
     if asked.timeout is not None and told.elastic:
         run = run.changed(timeout=asked.timeout)
-    if asked.resume:
+    begun = asked.resume and run_folder.begun(folder)
+    if begun:
         check_resume(run, folder)
     with waiting(console, "looking at data and model"):
-        model, run, lines = check_and_weigh(run, folder if asked.resume else None, asked.resume)
+        model, run, lines = check_and_weigh(run, folder if begun else None, begun)
         check_capacity(run, model, 1, folder, console)
         del model
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
-    with run_folder.claimed(folder, asked.resume):
-        run_folder.check_folder(run, folder, asked.resume, asked.name if told.elastic else "*")
+    with run_folder.claimed(folder, begun):
+        run_folder.check_folder(run, folder, begun, asked.name if told.elastic else "*")
         console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
         group = None if told.elastic else _joined(asked, run, console)  # a signal ends the wait at once
         with launch.stopping(stop):
@@ -136,7 +137,7 @@ def _of_hub(asked: Options, told: str, elastic: bool) -> Run:
 
 
 def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
-    run_folder.new_folder(run, folder, asked.resume, asked.name)
+    run_folder.new_folder(run, folder, asked.resume and run_folder.begun(folder), asked.name)
     token = private_folder(asked.keys / asked.name) / "token"
     write_private(token, f"{asked.token}\n".encode())
     place = AtHub(token, asked.keys, asked.group, asked.address)
@@ -167,7 +168,7 @@ def _train(asked: Options, run: Run, folder: Path, group: SecureGroup, console: 
                 f"{folder} is the folder of {', '.join(held)}, and {asked.name} is replica-{group.rank} of {', '.join(group.names)}; give the "
                 "--out and the --name of one replica, and have the same names meet as before."
             )
-        run_folder.new_folder(run, folder, asked.resume)
+        run_folder.new_folder(run, folder, asked.resume and run_folder.begun(folder))
         with Progress(folder, run.optimizer.steps, [f"replica-{group.rank}"], console) as progress:
             progress.pass_over()
             look = outages(group, asked.name, progress.say)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from thinwire.cli import train
 from thinwire.cli.train import Options as Options
 from thinwire.errors import ConfigurationError
+from thinwire.lm import run_folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,5 +19,9 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         raise ConfigurationError(
             "the run folder is needed first; write thinwire resume runs/NAME, then the settings to change."
+        )
+    if not run_folder.begun(Path(arguments[0])):
+        raise ConfigurationError(
+            f"{arguments[0]} holds no run to resume: it has no run.toml. Check the path, or start a new run."
         )
     return train.main(["--resume", "--out", *arguments])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
+from thinwire.comm.private_files import read_private
 from thinwire.errors import ConfigurationError
 
 _MOST_NBYTES = 4096  # of a file; a token is shorter
@@ -24,16 +24,14 @@ def token_of(given: str) -> str:
         return given
     path = Path(given[1:])
     try:
-        if given == "-":
-            text, mode = sys.stdin.read(_MOST_NBYTES), 0
-        else:
-            with path.open() as file:
-                text, mode = file.read(_MOST_NBYTES), os.fstat(file.fileno()).st_mode
+        text = (
+            sys.stdin.read(_MOST_NBYTES)
+            if given == "-"
+            else read_private(path, "the join token", _MOST_NBYTES).decode()
+        )
     except (OSError, ValueError, AttributeError) as error:  # `sys.stdin` is None if it is closed
         raise ConfigurationError(
             f"no join token can be read from {'standard input' if given == '-' else path} ({error}); write the token that `thinwire hub` "
             "printed there, or give the word itself."
         ) from None
-    if mode & 0o007:
-        raise ConfigurationError(f"others may use the join token in {path}; chmod 600 {path}")
     return text.strip()

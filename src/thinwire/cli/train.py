@@ -47,7 +47,7 @@ class Options:
     out: Path | None = None
     """The run folder. Default: runs/STRATEGY-DATE-TIME."""
     resume: bool = False
-    """Resume the run in --out from the newest checkpoint that all replicas have."""
+    """Resume the run in --out from the newest checkpoint that all replicas have, or begin it if --out has none: one command for both."""
     from_start: bool = False
     """With --resume: begin again at the first step; the present checkpoints are moved to checkpoints-1."""
     run: Path | None = None
@@ -119,6 +119,8 @@ def main(arguments: Sequence[str]) -> int:
         asked = options.read(Options, "train", arguments, DESCRIPTION).elastically()
     run, console = asked.run_settings.absolute(), options.console(asked.json)
     say = options.teller(console)
+    if place and asked.out and launch.began_here(place[0], asked.out):
+        asked = dataclasses.replace(asked, resume=True)
     _check(asked, run, place)
     folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
     if demo:
@@ -129,28 +131,28 @@ def main(arguments: Sequence[str]) -> int:
     sharded = place is not None and place[1] > run.placement.replicas
     here = 0 if sharded else 1 if place or asked.joining else run.placement.replicas
     chosen: list[str] = []
+    begun = asked.resume and run_folder.begun(folder)
     with waiting(console, "looking at data and model"):
-        model, run, lines = check_and_weigh(run, asked.out if asked.resume else None, not asked.from_start)
+        model, run, lines = check_and_weigh(run, folder if begun else None, not asked.from_start)
         check_capacity(run, model, here, folder, Console(quiet=True) if place and place[0] else console)
         # one process decides, and writes the file that all replicas read
-        if not (asked.resume or asked.joining or place):
-            run, chosen = choose_defaults(run, model)
+        if not (asked.joining or place):
+            run, chosen = choose_defaults(run, model, Run.load(folder / "run.toml") if begun else None)
     if place is not None:
-        return _as_rank(*place, run, asked, folder, console)
-    with run_folder.claimed(folder, asked.resume):
-        if asked.resume and not asked.from_start and not asked.joining and other_number(run, folder):
+        return _as_rank(*place, run, asked, folder, console, lines)
+    with run_folder.claimed(folder, begun):
+        if begun and not asked.from_start and not asked.joining and other_number(run, folder):
             say(resize(run, folder, model))
         del model
-        run_folder.new_folder(run, folder, asked.resume, asked.name or "*")
+        run_folder.new_folder(run, folder, begun, asked.name or "*")
         say(f"run folder: {folder}")
         for line in [*chosen, *lines]:
             say(line)
-        say(f"learning rate: {run.rates}")
         if asked.from_start:
             run_folder.set_aside(folder, asked.name or "*")
         resume, stop = asked.resume and not asked.from_start, launch.Stop()
         with launch.stopping(stop):
-            if resume and complete(run, folder):
+            if begun and resume and complete(run, folder):
                 trained = RunRecord.load(folder).summary.steps
                 say(f"finished already, with {trained} steps; to train longer give more --steps")
             else:
@@ -181,7 +183,9 @@ def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
         raise ConfigurationError(
             "--from-start without --resume: a new run begins at the first step anyway; leave it out."
         )
-    if asked.out and asked.resume and not asked.from_start:
+    if place is not None:
+        launch.check_world(place[1], run.placement.replicas)
+    if asked.out and asked.resume and not asked.from_start and run_folder.begun(asked.out):
         check_resume(run, asked.out)
 
 
@@ -191,19 +195,24 @@ def other_number(run: Run, folder: Path) -> bool:
     return begun.exists() and Run.load(begun).placement.replicas != run.placement.replicas
 
 
-def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, console: Console) -> int:
+def _as_rank(
+    rank: int, world: int, run: Run, asked: Options, folder: Path, console: Console, lines: Sequence[str]
+) -> int:
     """Train as one rank under torchrun; rank 0 writes, shows and reports."""
     if asked.out is None:
         raise ConfigurationError("under torchrun all ranks need one name for the run folder; add --out FOLDER.")
     shards = max(1, world // run.placement.replicas)
     own = f"replica-{rank // shards}" + (f".shard-{rank % shards}" if shards > 1 else "")
-    run_folder.new_folder(run, folder, asked.resume, own)
+    run_folder.new_folder(run, folder, asked.resume and run_folder.begun(folder), own)
+    launch.began_here(rank, folder, now=True)
     if asked.from_start:
         run_folder.set_aside(folder, own)
     # A batch system signals all processes of a job, and torchrun its ranks again.
     resume, stop = asked.resume and not asked.from_start, launch.Stop(launched=True)
     if rank != 0:
         return stop.exit_code if launch.train_as_rank(run, folder, resume, stop)["stopped"] else 0
+    for line in lines:
+        options.teller(console)(line)
     with launch.stopping(stop):
         with (
             _told(asked, run, folder, console),

@@ -31,7 +31,7 @@ with needs("accelerate"):
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import TrainableState, count_skipped, world
+from thinwire.integrations.attached import count_skipped, world
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.recipes import local_sgd
@@ -159,13 +159,12 @@ class LocalSGD:
             raise CheckpointError(
                 f"{path} does not exist: the state of this replica is needed. Load a folder that the same number of replicas saved in LocalSGD."
             )
-        checkpoint.load(checkpoint.read(path), TrainableState(self.replica))
+        checkpoint.load(checkpoint.read(path), self.replica)
         self._counted = self.replica.step
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        checkpoint.save(
-            Path(folder) / FOLDER / self._name, TrainableState(self.replica), {"replica": self._name}, keep=1
-        )
+        notes = {"replica": self._name}
+        checkpoint.save(Path(folder) / FOLDER / self._name, self.replica, notes, keep=1, frozen=False)
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
         self._folder = Path(folder)

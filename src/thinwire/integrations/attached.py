@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
-
-from torch import Tensor, nn
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup
 from thinwire.errors import ConfigurationError
-from thinwire.pieces.partition import trainable
 from thinwire.recipes import finetune
-from thinwire.replica import Replica
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -37,38 +32,6 @@ def too_short(strategy: Strategy, steps: int) -> str:
         f"{steps} steps are {rounds} rounds of each fragment, too few for an outer momentum of {momentum:g}, which needs some {needed}: such "
         f"runs end worse than with plain averages (docs/methods/finetune.md). {advice}"
     )
-
-
-class TrainableState:
-    """The state of a replica that a checkpoint needs, without frozen parameters, which the trainer saves."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica, self.step = replica, replica.step
-        self.strategy, self.optimizer = replica.strategy, replica.optimizer
-        self.model: nn.Module = _Trainable(replica.model)
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return self._replica.state()
-
-    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self._replica.load_state(tensors, facts)
-
-
-class _Trainable(nn.Module):
-    """The trainable parameters and the buffers of `model`, under their names there."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.of = (model,)  # in a tuple: no child
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(trainable(self.of[0]))
-
-    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
-        return self.of[0].named_buffers()
-
-    def state_dict(self, *_: Any, **__: Any) -> Any:
-        return self.of[0].state_dict()
 
 
 def count_skipped(optimizer: Any) -> None:

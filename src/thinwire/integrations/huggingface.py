@@ -33,7 +33,7 @@ with needs("trainer"):
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import TrainableState, count_skipped, too_short
+from thinwire.integrations.attached import count_skipped, too_short
 from thinwire.integrations.huggingface_checks import (
     ProcessPlace,
     check,
@@ -106,6 +106,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._place = ProcessPlace(0, 1)
         self._anchored = ExitStack()
         self._ended = self._evaluates = self._made = self._warned = False
+        self._checked = False  # whether the state after the first step can be saved
         self._mean: float | None = None  # over all replicas, of the metric of this evaluation
 
     def share(self, data: Dataset[Any], *, seed: int = 0) -> IterableDataset[Any]:
@@ -277,6 +278,9 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 f"the optimizer has taken {replica.step} steps, the trainer {state.global_step}: the two numbers must be equal. Let the trainer "
                 "alone step the optimizer."
             )
+        if not self._checked and args.save_strategy.value != "no":  # now, not at the first save
+            self._checked = True
+            checkpoint.check(replica, frozen=False)
         control.should_training_stop |= replica.stopping
         if state.global_step >= state.max_steps:
             self._end()
@@ -318,7 +322,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         """Write this replica's state into the checkpoint that the trainer has just written."""
         self._anchored.close()
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / FOLDER
-        checkpoint.save(folder, TrainableState(self._attached()), self._whose())
+        checkpoint.save(folder, self._attached(), self._whose(), frozen=False)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the outer weights in the model, or the best ones if the trainer has loaded these, and leave the group."""
@@ -392,4 +396,4 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
 
 def _load(found: checkpoint.Checkpoint, replica: Replica) -> None:
-    checkpoint.load(found, TrainableState(replica))
+    checkpoint.load(found, replica)

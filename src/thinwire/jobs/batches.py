@@ -15,7 +15,6 @@ from thinwire.data_ledger import LeasedReader
 from thinwire.errors import JobError
 from thinwire.jobs.base import Packed, Share
 from thinwire.jobs.blame import blaming
-from thinwire.jobs.portable import decode, encode
 from thinwire.rng import derive
 
 _ONE_GENERATOR = threading.RLock()  # for torch's global generator, which replicas in threads use one at a time
@@ -131,25 +130,25 @@ class Batches:
             yield
 
     def state(self) -> dict[str, Any]:
-        """The state for JSON. Raises `JobError` for a state that cannot be saved."""
+        """The state for a checkpoint's notes."""
         if self._follows:
-            return {"taken": self.taken, "stream": encode(self._stream.state)}
+            return {"taken": self.taken, "stream": self._stream.state}
         if not self._saves_itself:
             return {"taken": self.taken}
         with self._user():
-            source = encode(self._source.state_dict())
-        return {"taken": self.taken, "source": source, "stream": encode(self._stream.state)}
+            source = self._source.state_dict()
+        return {"taken": self.taken, "source": source, "stream": self._stream.state}
 
     def load_state(self, state: Mapping[str, Any]) -> str:
         """Resume from `state()`. Returns a warning for the user, or "". A reader of the share must have been restored before."""
         if "stream" in state and "source" not in state:
             self._begin()
             self._iterate()
-            self.taken, self._stream.state = int(state["taken"]), decode(state["stream"])
+            self.taken, self._stream.state = int(state["taken"]), state["stream"]
             return ""
         if "source" in state:
-            self._begin(decode(state["source"]))
-            self.taken, self._stream.state = int(state["taken"]), decode(state["stream"])
+            self._begin(state["source"])
+            self.taken, self._stream.state = int(state["taken"]), state["stream"]
             return ""
         self._begin()
         for _ in range(int(state["taken"])):

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.checkpoint import write_tree
 from thinwire.errors import CheckpointError, ConfigurationError, JobError
 from thinwire.jobs.base import EVAL_BATCH, Job, Share, Summed, mean_of
 from thinwire.jobs.batches import Batches, Stream, is_empty, moved, seed_the_rest
 from thinwire.jobs.blame import blaming, where
 from thinwire.jobs.several import routed
 from thinwire.pieces.own_files import file_of, taken_apart
-from thinwire.records.files import save_file
 from thinwire.records.losses import MOST_LOSSES
 from thinwire.rng import derive
+from thinwire.state_tree import Packed, pack
 
 NEEDED = {"model": (), "batches": ("share",), "loss": ("model", "batch")}
 OPTIONAL = {"optimizer": ("model",), "evaluate": ("model",), "collate": ("samples",)}
@@ -209,12 +210,17 @@ class OwnJob(Job):
         self._micros = {}
         return self._batches.load_state(state) if state else ""
 
-    def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = "") -> None:
-        """Write the weights for `model().load_state_dict(safetensors.torch.load_file(...))`. Raises `CheckpointError`."""
+    def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Any], writer: str, mark: str = "") -> None:
+        """Write the weights for `model().load_state_dict(safetensors.torch.load_file(...))`. Extra state, which is no tensor, stands in the
+        file's metadata. Raises `CheckpointError`.
+        """
         path = folder / f"model{mark}.safetensors"
         draft = folder / f".model.{writer}.partial"
         try:
-            save_file(weights, draft, {"job": self._path.name})
+            tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+            extra = pack({name: value for name, value in weights.items() if name not in tensors}, "model")
+            tree = extra.json | {name: {"!tensor": name} for name in tensors}
+            write_tree(Packed(tree, tensors | extra.tensors), draft, {"job": self._path.name})
             draft.replace(path)
         except OSError as error:
             raise CheckpointError(f"the trained model cannot be written to {path}: {error}.") from error

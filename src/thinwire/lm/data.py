@@ -15,7 +15,7 @@ Shapes: B batch, T sequence.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
+import errno
 import hashlib
 import json
 import math
@@ -36,11 +36,12 @@ from torch import Tensor
 
 from thinwire.data_ledger import Order, part_of
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.lm.tokens import BPE, SUFFIXES, Bytes, Source, Tokenizer, dtype_of, find, pieces, standard_library
-from thinwire.records.files import contents, parsed
+from thinwire.lm.texts import SUFFIXES, PassedOver, Source, find, pieces, standard_library
+from thinwire.lm.tokens import BPE, Bytes, Tokenizer, dtype_of
+from thinwire.records.files import UNSUPPORTED, contents, flush, lock, parsed
 from thinwire.rng import derive
 
-FORMAT = 1  # format of the cache; a new number rebuilds every cache
+FORMAT = 2  # format of the cache; a new number rebuilds every cache
 SAMPLE_NBYTES = 256 << 20  # bytes of text from which merges are learned
 # number and bytes of evenly spaced blocks in a checksum: opening 100 GB must not take minutes
 BLOCKS, BLOCK = 64, 1 << 20
@@ -57,7 +58,7 @@ class Manifest:
     name: str
     files: int
     held_out_files: int
-    skipped_files: int
+    skipped: list[str]  # names of files that are no text in UTF-8
     nbytes: int
     tokens: int
     training_tokens: int
@@ -68,8 +69,13 @@ class Manifest:
 
 
 def default_cache() -> Path:
-    """The platform's cache folder of this user."""
-    home = Path.home()
+    """The platform's cache folder of this user. Raises `DataError` for a user without a home."""
+    try:
+        home = Path.home()
+    except RuntimeError as error:  # as in a container, whose users may have no name
+        raise DataError(
+            f"user {os.getuid()} has no home folder, where the cache of tokens would be ({error}); set HOME to a folder that can be written."
+        ) from None
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "thinwire"
     if sys.platform == "win32":
@@ -97,10 +103,20 @@ def _load(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
         if (tokenizer.fingerprint, _checksum(folder / "tokens.bin")) != (manifest.tokenizer, manifest.checksum):
             return None
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        tokens = np.memmap(folder / "tokens.bin", dtype, mode="r", shape=(manifest.tokens,))
+        tokens = _mapped(folder / "tokens.bin", dtype, manifest.tokens)
     except (OSError, ValueError, TypeError, DataError):
         return None
     return Corpus(folder, tokenizer, manifest, tokens)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], tokens: int) -> np.memmap[Any, Any]:
+    """The tokens in a file, which stay there."""
+    try:
+        return np.memmap(path, dtype, mode="r", shape=(tokens,))
+    except OSError as error:
+        if error.errno not in (errno.ENODEV, errno.EINVAL, errno.EACCES, *UNSUPPORTED):
+            raise
+    return np.memmap(path, dtype, mode="c", shape=(tokens,))  # some FUSE and 9p mounts have private maps alone
 
 
 def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenizer, column: str, share: float) -> Corpus:
@@ -124,12 +140,12 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
         with (making / "tokens.bin").open("wb") as out:
             first = _tokenise(training, tokenizer, column, out)
             second = _tokenise(held_out, tokenizer, column, out)
-            out.flush()
-            os.fsync(out.fileno())
-        tokens, skipped, nbytes = (a + b for a, b in zip(first, second))
+        flush(making / "tokens.bin")
+        tokens, nbytes, skipped = first[0] + second[0], first[1] + second[1], first[2] + second[2]
         if not tokens:
             raise DataError(
-                f"{name}: no text (files found: {len(sources)}, not UTF-8: {skipped}, the others empty); text in UTF-8 is needed. Give other files."
+                f"{name}: no text (files found: {len(sources)}, not UTF-8: {len(skipped)}, the others empty); "
+                "text in UTF-8 is needed. Give other files."
             )
         dtype = dtype_of(tokenizer.vocabulary)
         by_files = by_files and first[0] > 0 and second[0] > 0  # all files of a part may be skipped
@@ -140,9 +156,9 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
         )  # fmt: skip
         with (making / "manifest.json").open("w") as out_text:
             json.dump(dataclasses.asdict(manifest), out_text, indent=2)
-            out_text.flush()
-            os.fsync(out_text.fileno())
-        making.rename(folder)
+        flush(making / "manifest.json")
+        if _load(folder, given) is None:  # without locks, another process may have made it meanwhile
+            making.rename(folder)
     except OSError as error:
         raise DataError(
             f"cache {folder}: {error}; the cache of tokens needs more space. Free some, or choose another HOME (in Python cache=…)."
@@ -160,20 +176,20 @@ def _alone(folder: Path) -> Iterator[None]:
     """A context with this cache folder's lock: one thread or process prepares the cache, the others wait and then load it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = (folder.parent / f".{folder.name}.lock").open("w")
+        file = (folder.parent / f".{folder.name}.lock").open("w")
     except OSError as error:
         raise DataError(
             f"cache {folder.parent}: {error}; the cache of tokens must be writable. Make it so, or choose another HOME (in Python cache=…)."
         ) from error
-    with lock:  # closing the file, or the end of the process, releases the lock
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with file:  # closing the file, or the end of the process, releases the lock
+        lock(file)
         yield
 
 
-def _tokenise(sources: list[Source], tokenizer: Tokenizer, column: str, out: IO[bytes]) -> tuple[int, int, int]:
-    """Append the tokens of `sources`. Returns (tokens, skipped files, bytes); a document's end counts as one byte."""
+def _tokenise(sources: list[Source], tokenizer: Tokenizer, column: str, out: IO[bytes]) -> tuple[int, int, list[str]]:
+    """Append the tokens of `sources`. Returns (tokens, bytes, names of skipped files); a document's end counts as one byte."""
     dtype = dtype_of(tokenizer.vocabulary).newbyteorder("<")
-    begin, skipped, nbytes = out.tell(), 0, 0
+    begin, nbytes, skipped = out.tell(), 0, list[str]()
     for source in sources:
         start, length, open_document = out.tell(), 0, False
         try:
@@ -188,9 +204,10 @@ def _tokenise(sources: list[Source], tokenizer: Tokenizer, column: str, out: IO[
         except UnicodeDecodeError:  # remove the part that was written
             out.seek(start)
             out.truncate()
-            skipped, length = skipped + 1, 0
+            skipped.append(source.name)
+            length = 0
         nbytes += length
-    return (out.tell() - begin) // dtype.itemsize, skipped, nbytes
+    return (out.tell() - begin) // dtype.itemsize, nbytes, skipped
 
 
 def _sample(sources: list[Source], column: str) -> Iterator[str]:
@@ -208,6 +225,15 @@ def _sample(sources: list[Source], column: str) -> Iterator[str]:
             continue
 
 
+def _text_of(passed_over: PassedOver) -> str:
+    """What was passed over, in words: each reason with its paths."""
+    named = []
+    for reason, paths in sorted(passed_over.items()):
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        named.append(f"{reason}: {len(paths)} ({', '.join(map(str, sorted(paths)[:3]))}{more})")
+    return "; ".join(named) or "none"
+
+
 # Batches: positions in the tokens, as pure functions
 
 
@@ -219,7 +245,7 @@ class Corpus:
     tokenizer: Tokenizer
     manifest: Manifest
     tokens: NDArray[np.unsignedinteger[Any]]
-    passed_over: tuple[Path, ...] = ()  # run folders in the text, which are not read
+    passed_over: tuple[str, ...] = ()  # what lies in the folders of text and is not read, in lines for people
 
     @classmethod
     def open(
@@ -235,12 +261,12 @@ class Corpus:
         paths            files and folders; empty: the Python standard library
         tokenizer        `Bytes()` by default; an untrained `BPE` is trained on the training text
         cache            a folder; by default the user's cache folder
-        column           the name of the text column in .jsonl and .parquet files
+        column           the name of the text column of records and tables
         held_out_share   share of the text for evaluation: whole files, chosen by the hash of their names; if there are too few
                          files for this share, the end of the text (`describe` shows which)
 
-        Sources are identified by path, size and time of change. Files that are not UTF-8 are skipped and counted. Run folders in a folder
-        are passed over.
+        Sources are identified by path, size and time of change. Files that are no text in UTF-8, and in folders run folders, hidden files and
+        those of other types, are passed over and named.
         Errors: DataError for a missing path, no text, a wrong column, a broken line.
         """
         if not 0.0 < held_out_share <= 0.5:
@@ -249,13 +275,13 @@ class Corpus:
             )
         tokenizer = tokenizer or Bytes()
         name = ", ".join(map(str, paths)) or f"Python {sys.version_info[0]}.{sys.version_info[1]} standard library"
-        by_path, passed_over = dict[str, Source](), list[Path]()
-        for source in find(paths, passed_over=passed_over) if paths else standard_library():
+        by_path, passed_over = dict[str, Source](), PassedOver()
+        for source in find(paths, passed_over=passed_over, column=column) if paths else standard_library():
             by_path.setdefault(os.path.realpath(source.path), source)  # a folder and a file in it: read it once
         sources = list(by_path.values())
         if not sum(source.nbytes for source in sources):
             raise DataError(
-                f"{name}: no text (files found: {len(sources)}, run folders passed over: {len(passed_over)}); files that are not empty are needed, "
+                f"{name}: no text (files found: {len(sources)}; passed over: {_text_of(passed_over)}); files that are not empty are needed, "
                 f"in {', '.join(SUFFIXES)}."
             )
         recipe = (FORMAT, tokenizer.fingerprint, column, held_out_share, *map(dataclasses.astuple, sources))
@@ -264,7 +290,10 @@ class Corpus:
         if (corpus := _load(folder, tokenizer)) is None:
             with _alone(folder):
                 corpus = _load(folder, tokenizer) or _prepare(folder, name, sources, tokenizer, column, held_out_share)
-        return dataclasses.replace(corpus, passed_over=tuple(sorted(passed_over)))
+        if paths and (skipped := corpus.manifest.skipped):
+            passed_over["no text in UTF-8"] = [Path(each) for each in skipped]
+        lines = (f"not read as text: {_text_of(passed_over)}",) if passed_over else ()
+        return dataclasses.replace(corpus, passed_over=lines)
 
     @property
     def vocabulary(self) -> int:
@@ -340,7 +369,7 @@ class Corpus:
         return {
             "text": self.manifest.name,
             "files": self.manifest.files,
-            "skipped files (not UTF-8)": self.manifest.skipped_files,
+            "skipped files (not UTF-8)": len(self.manifest.skipped),
             "bytes": self.manifest.nbytes,
             "tokens": self.manifest.tokens,
             "held out tokens": self.manifest.tokens - self.manifest.training_tokens,

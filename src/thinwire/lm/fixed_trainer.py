@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +10,19 @@ import torch
 
 from thinwire import checkpoint
 from thinwire.comm import Group
+from thinwire.comm.group import gather
 from thinwire.decoupled.driver import Unequal
-from thinwire.errors import CheckpointError, EndedError, LinkError
+from thinwire.errors import CheckpointError, EndedError, LinkError, PacketError
 from thinwire.lm.place import Place
+from thinwire.lm.resuming import steps_logged
+from thinwire.lm.run_folder import set_aside
 from thinwire.lm.text_job import TextJob, TextProbe
 from thinwire.lm.trainer import Trainer
 from thinwire.methods import Attached, Codistill
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import compare_settings
+
+_RESUME = struct.Struct("=q?")  # inner steps that a rank has logged or saved; whether it can resume
 
 
 class FixedTrainer(Trainer):
@@ -65,6 +71,14 @@ class FixedTrainer(Trainer):
             found, skipped = checkpoint.newest(self.checkpoints)
         else:
             found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
+        lost, all_have = self._agreed_loss(found is not None)
+        if not all_have and lost <= self.run.placement.checkpoint_every:
+            # killed before all had saved for the first time: an automatic restart must not need a person for that
+            set_aside(self.place.folder, self.place.name)
+            if lost:
+                said = f"no step has a complete checkpoint of every replica; the run begins again at the first step, after {lost} steps"
+                self.log.emit("warning", 0, message=said)
+            return
         if found is None:
             told = "; ".join(f"{one['path']}: {one['reason']}" for one in skipped)
             again = (
@@ -78,6 +92,24 @@ class FixedTrainer(Trainer):
         checkpoint.set_aside_later(self.checkpoints, found.step)
         path = str(found.path.relative_to(self.place.folder))
         self.log.emit("resume", found.step, from_step=found.step, path=path, skipped=skipped)
+
+    def _newest_saved(self) -> int:
+        return max(map(checkpoint.step_of, checkpoint.found_in(self.checkpoints)), default=0)
+
+    def _agreed_loss(self, has: bool) -> tuple[int, bool]:
+        """Inner steps that a beginning at the first step would lose, and whether every rank `has` a checkpoint to resume from. Collective."""
+        lost = max(steps_logged(self.place.folder, self.place.name), self._newest_saved())
+        for peers in (self.group, self.place.site):
+            if peers is not None:
+                told = gather(peers, _RESUME.pack(lost, has), _RESUME.size, "resume")
+                try:
+                    each = [_RESUME.unpack(one) for one in told]
+                except struct.error as error:
+                    raise PacketError(
+                        f"a replica told {error} of its checkpoints; run the same version everywhere."
+                    ) from None
+                lost, has = max(steps for steps, _ in each), all(whole for _, whole in each)
+        return lost, has
 
     def _at_risk(self) -> str:
         if self.run.placement.replicas * self.place.shards == 1 or self._own_steps:

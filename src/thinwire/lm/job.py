@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.text_job import TextJob
 from thinwire.methods import Codistill
+from thinwire.pieces.inner_optimizers import highest_rate
+from thinwire.pieces.own_files import taken_apart
 from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.token_weights import cannot_weigh, check_weighing
 from thinwire.strategy import Gradients
@@ -65,14 +68,21 @@ def check_and_weigh(run: Run, folder: Path | None = None, goes_on: bool = False)
     packs = any(isinstance(job, OwnJob) and job.packs for job in jobs)
     why = "micro-batches differ" if run.data.batches else "the job packs documents" if packs else ""
     run, weighed = _weighed(run, why) if why else (run, "")
-    return largest, run, [line for line in (weighed, _passed_over(jobs[0])) if line]
+    passed_over = jobs[0].corpus.passed_over if isinstance(jobs[0], TextJob) else ()
+    return (
+        largest,
+        run,
+        [line for line in (weighed, *passed_over, f"learning rate: {_rates(run, jobs[0], models[0])}") if line],
+    )
 
 
-def _passed_over(job: Job) -> str:
-    """A line about run folders in the text, or ""."""
-    folders = job.corpus.passed_over if isinstance(job, TextJob) else ()
-    more = f" and {len(folders) - 3} more" if len(folders) > 3 else ""
-    return f"run folders are not read as text: {', '.join(map(str, folders[:3]))}{more}" if folders else ""
+def _rates(run: Run, job: Job, model: nn.Module) -> str:
+    """The learning rate that is used, and where it is from."""
+    if not run.model.job or not (own := job.make_optimizer(model)):
+        return run.rates
+    each = [rate for rate in map(highest_rate, own) if not math.isnan(rate)]
+    told = f"{', '.join(f'{rate:g}' for rate in each)} at the start, " if each else ""
+    return f"{told}of optimizer(model) in {taken_apart(run.model.job)[0].name}; --lr, --warmup and --weight-decay are not used"
 
 
 def _check_data(folder: Path, job: Job) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,11 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire import checkpoint
 from thinwire.comm import Link, TorchGroup, parse_link, run_threads, start_torch
 from thinwire.decoupled.composition import Composition
-from thinwire.errors import CheckpointError, ConfigurationError, JobError, LinkError, ThinwireError
+from thinwire.errors import ConfigurationError, JobError, LinkError, ThinwireError
 from thinwire.jobs.own import blaming_job
 from thinwire.lm.elastic_trainer import ElasticTrainer
 from thinwire.lm.final import of_full_disk
@@ -46,15 +48,83 @@ _GRACE = 20.0  # seconds after a replica's failure in which the others may end b
 
 
 def torchrun_place() -> tuple[int, int] | None:
-    """Rank and world size, if torchrun (or `train_processes`) started this process. Only this file reads the environment."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    """Rank and world size, if torchrun (or `train_processes`) started this process. Only this file reads the environment.
+
+    Raises `ConfigurationError` for variables that no rank can have.
+    """
+    rank, world = _variable("RANK", None, 0), _variable("WORLD_SIZE", None, 1)
+    if rank is None or world is None:
         return None
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= world:
+        raise ConfigurationError(
+            f"RANK={rank} and WORLD_SIZE={world} in the environment: ranks below {world} are needed. {_NOT_A_RANK}"
+        )
+    master()
+    local_rank()
+    return rank, world
 
 
 def local_rank() -> int:
     """The number of this process among those that torchrun started on this machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _variable("LOCAL_RANK", 0, 0) or 0
+
+
+def master() -> tuple[str, int]:
+    """Host and port of the store of all ranks."""
+    port = _variable("MASTER_PORT", 29500, 1, 65535)
+    assert port is not None, "it has a default"
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1", port
+
+
+_NOT_A_RANK = "Start the ranks with torchrun, which sets them, or unset RANK and WORLD_SIZE to start all replicas here."
+
+
+def _variable(name: str, default: int | None, least: int, most: int = 1 << 31) -> int | None:
+    """A whole number in the environment; an empty text, as templates leave it, is as good as none."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+        # Kubernetes sets NAME_PORT=tcp://… for each service called NAME
+        service = (
+            " Kubernetes sets it for a service of that name: rename the service, or set enableServiceLinks: false."
+        )
+        raise ConfigurationError(
+            f"{name}={text!r} in the environment: a whole number from {least} to {most} is needed."
+            f"{service if '://' in text else ''} {_NOT_A_RANK}"
+        )
+    return int(text)
+
+
+def check_world(world: int, replicas: int) -> None:
+    """Raise `ConfigurationError` if `world` processes cannot be `replicas` replicas."""
+    if world % replicas:
+        raise ConfigurationError(
+            f"WORLD_SIZE={world}, {world} processes for {replicas} replicas: a multiple is needed; set --replicas or torchrun's counts. "
+            f"{_NOT_A_RANK}"
+        )
+
+
+def _agent() -> bool:
+    """Whether torchrun's agent hosts the store; it outlives the attempts."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def began_here(rank: int, folder: Path, now: bool = False) -> bool:
+    """Whether an earlier attempt of this torchrun (`--max-restarts`) began its run in `folder`, which this attempt therefore continues. `now`: it has
+    begun.
+    """
+    attempt = _variable("TORCHELASTIC_RESTART_COUNT", 0, 0)
+    if not _agent() or not (now or attempt):
+        return False
+    key = f"thinwire/began/{rank}/{folder.absolute()}".encode(errors="surrogateescape").hex()
+    try:
+        store = TCPStore(*master(), is_master=False, wait_for_workers=False)
+        if now:
+            store.set(key, "")
+        return bool(store.check([key]))
+    except (RuntimeError, OSError) as error:  # the agent has ended
+        raise LinkError(f"torchrun's store cannot be reached at {':'.join(map(str, master()))} ({error}).") from None
 
 
 def train_as_rank(run: Run, folder: Path, resume: bool, stop: Stop | None = None) -> dict[str, Any]:
@@ -69,15 +139,11 @@ def train_as_rank(run: Run, folder: Path, resume: bool, stop: Stop | None = None
 @contextmanager
 def joined(replicas: int, timeout: float, uplink: Link | None = None) -> Iterator[TorchGroup]:
     """A context in which this process is the rank of torchrun's environment, in a world of `replicas`. `uplink` is the rate of a site."""
-    environment = os.environ
-    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    address, port = environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "29500"))
-    if world % replicas:
-        raise ConfigurationError(
-            f"{world} processes for {replicas} replicas: a multiple is needed; set --replicas or torchrun's counts."
-        )
-    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent hosts the store
-    prefix = f"thinwire/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}" if agent else None
+    place = torchrun_place()
+    assert place is not None, "only a rank joins"
+    (rank, world), (address, port) = place, master()
+    check_world(world, replicas)
+    prefix = f"thinwire/attempt-{_variable('TORCHELASTIC_RESTART_COUNT', 0, 0)}" if _agent() else None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # nccl inside a replica; packets take gloo
     start_torch(rank, world, address, port, timeout, backend, prefix)
     rate = uplink.bits_per_second * replicas / world if uplink else None  # the ranks of a replica share its uplink
@@ -149,16 +215,11 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
 
 def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
     """Run one process for each replica on this machine, in the environment that torchrun would set. Their output goes to RUN/logs."""
-    if resume and not any(checkpoint.found_in(own) for own in folder.glob("checkpoints/*")):  # before processes start
-        raise CheckpointError(
-            f"--resume: no replica has a checkpoint in {folder / 'checkpoints'}, so there is nothing to resume from. Begin again at the first "
-            "step by --resume --from-start."
-        )
     replicas, port = run.placement.replicas, _free_port()
     command = [sys.executable, "-m", "thinwire.lm.launch", str(folder), *(["--resume"] if resume else [])]
     own = [
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(replicas)}
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         for rank in range(replicas)
     ]
     run_processes(run, folder, [(command, environment) for environment in own], tick, stop)

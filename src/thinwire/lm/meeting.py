@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from thinwire.comm import parse_link
+from thinwire.comm.private_files import read_private
 from thinwire.lm.member import MemberSpec, heartbeat_timeout
 from thinwire.lm.run import Run
 from thinwire.membership import Lighthouse, LighthouseRendezvous
@@ -79,7 +80,9 @@ class AtHub:
 
         uplink = parse_link(run.placement.uplink)
         rate, listen = uplink.bits_per_second if uplink else None, run.placement.listen
-        enrolment = Enrolment(Token.read(self.token.read_text()), name, self.keys)
+        enrolment = Enrolment(
+            Token.read(read_private(self.token, "the join token").decode("ascii", "replace")), name, self.keys
+        )
         at = Listen.parse(listen, self.address) if listen != "none" else None
         rendezvous = HubRendezvous(enrolment, self.run, rate, at)
         return MemberSpec(rendezvous, name, uploader=None if self.here else rendezvous.uploader)

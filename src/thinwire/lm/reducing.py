@@ -5,7 +5,6 @@ python -m thinwire.lm.reducing FOLDER REPLICAS [WORD]     beside the hub in FOLD
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from thinwire.comm.secure.state import REDUCER
 from thinwire.comm.with_hub import WithHub
 from thinwire.errors import LinkError, PacketError
 from thinwire.exchange.reducer import Reducer
+from thinwire.records.files import lock
 
 KEYS, LOG = "reducer-keys", "reducer.txt"
 _PAUSE = 1.0  # seconds after a refusal
@@ -91,7 +91,7 @@ class _Process:
         self._lock = (folder / "reducer.lock").open("w")
         self._averages = self._orphan = False
         threading.Thread(target=self._look_at_stdin, daemon=True).start()
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # the reducer of a killed hub may still average for the same group
+        lock(self._lock)  # the reducer of a killed hub may still average for the same group
 
     def serve(self, folder: Path, replicas: int, word: str) -> None:
         while not self._orphan:

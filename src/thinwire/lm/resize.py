@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from thinwire import checkpoint
-from thinwire.checkpoint import Checkpoint
+from thinwire.checkpoint import Checkpoint, read_tree
 from thinwire.data_ledger import Claim, ReadCount, lanes_of
 from thinwire.data_ledger.layout import decode, encode
 from thinwire.errors import CheckpointError, ConfigurationError
@@ -32,6 +31,7 @@ from thinwire.records.events import being_written
 from thinwire.records.printable import quoted
 from thinwire.rng import derive
 from thinwire.runtime.fragment_state import DROPPED
+from thinwire.state_tree import Packed, pack, unpack
 from thinwire.strategy import Gradients, Strategy
 
 _OF_ONE_REPLICA = ("deviation", "own", "deviation_outer.", "delta")  # state that a new replica does not have
@@ -75,10 +75,7 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
             "the first round on; resume with one --batch for all."
         )
     shutil.rmtree(made, ignore_errors=True)  # left by a process that was killed
-    fragments = strategy.partition.fragments(model)
-    step, data = _make(
-        made, _newest_set(folder, old), new, strategy, fragments, run.seed, _batches(before), _batches(run)
-    )
+    step, data = _make(made, _newest_set(folder, old), new, strategy, model, run.seed, _batches(before), _batches(run))
     aside = next(path for n in itertools.count(1) if not (path := folder / f"checkpoints-{n}").exists())
     (folder / "checkpoints").rename(aside)
     made.rename(folder / "checkpoints")
@@ -126,11 +123,12 @@ def _newest_set(folder: Path, replicas: int) -> list[Checkpoint]:
 
 
 def _make(
-    into: Path, found: Sequence[Checkpoint], new: int, strategy: Strategy, fragments: Sequence[Fragment], seed: int,
+    into: Path, found: Sequence[Checkpoint], new: int, strategy: Strategy, model: nn.Module, seed: int,
     before: Sequence[int], after: Sequence[int],
 ) -> tuple[int, str]:  # fmt: skip
     """Write the set for `new` replicas. Returns its step, and a line about the data."""
-    outer = [load_file(one.path / "outer.safetensors") for one in found]
+    fragments = strategy.partition.fragments(model)
+    outer = [unpack(read_tree(one.path / "outer.safetensors"), "outer") for one in found]
     _check_memory(strategy, fragments, outer, new)
     gradients = isinstance(strategy.signal, Gradients)
     samples, data = _samples(found, before, after, strategy)
@@ -139,18 +137,21 @@ def _make(
         manifest, facts = dict(found[donor].manifest), dict(found[donor].manifest["facts"])
         since = [DROPPED if str(index) in facts["flights"] else value for index, value in enumerate(facts["since"])]
         manifest["facts"] = facts | {"flights": {}, "since": since, "replica": f"replica-{rank} of {new}"}
-        model, inner = (load_file(found[donor].path / f"{name}.safetensors") for name in ("model", "inner"))
+        weights, inner = (read_tree(found[donor].path / f"{name}.safetensors") for name in ("model", "inner"))
+        inner = Packed(inner.json, {n: value for n, value in inner.tensors.items() if not n.startswith("notes.")})
         state = {name: value for name, value in outer[donor].items() if name.split(".", 1)[1] != "delta"}
         notes = manifest["notes"]
         other = notes.get("other_steps", 0) + (len(found) - new) * found[0].step
         manifest["notes"] = ({} if rank >= len(found) else notes) | {"other_steps": other} | samples[rank]
         if rank >= len(found):
             own = torch.Generator().manual_seed(derive(seed, "random state", rank, found[0].step) % 2**63)
-            inner = {n: value for n, value in inner.items() if not n.startswith("random")} | {"random": own.get_state()}
+            random = pack({"cpu": own.get_state(), "cuda": []}, "random", prefix="random.")
+            inner = Packed(inner.json | {"random": random.json}, inner.tensors | random.tensors)
             state = _without_own(state)
             if not gradients:  # with gradients all weights are equal, and the anchors are those of the start
-                model |= at_the_anchors(model, state, fragments)
-        checkpoint.write(into / f"replica-{rank}", manifest, (model, inner, state), keep=1)
+                there = unpack(weights, "model")
+                weights = pack(there | at_the_anchors(model, there, state, fragments), "model")
+        checkpoint.write(into / f"replica-{rank}", manifest, (weights, inner, pack(state, "outer")), keep=1)
     return found[0].step, data
 
 

@@ -10,6 +10,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm.loops import has_own_steps
 from thinwire.lm.run import Run
 from thinwire.lm.trained import trains_on
+from thinwire.records.events import LONGEST_LINE, recent_events
 from thinwire.records.run_record import RunRecord
 
 
@@ -49,6 +50,14 @@ def steps_taken(run: Run, folder: Path) -> int:
     if has_own_steps(run.make_method()):
         return sum(newest) // max(1, len(newest))
     return max(set.intersection(*each), default=0) if each else 0
+
+
+def steps_logged(folder: Path, replica: str) -> int:
+    """Inner steps that `replica` has logged in `folder`; 0 if it has no log."""
+    log = folder / "events" / f"{replica}.jsonl"
+    if not log.exists():
+        return 0
+    return max((event["step"] for event in recent_events(log, LONGEST_LINE)), default=0)
 
 
 def check_ranks(folder: Path, replica: str) -> None:

@@ -182,6 +182,9 @@ class Run:
     def lr_origin(self) -> str:
         """The source of the learning rate, as text."""
         default, origin = self._default_lr()
+        factor = 1.0 if self.make_method() else self.make_inner().lr_factor
+        if factor != 1.0:
+            return f"{origin if self.lr == default else 'given'}; times lr_factor {factor:g}: {self.lr * factor:g}"
         return origin if self.lr == default else f"given; the default is {default:g}"
 
     @property
@@ -199,6 +202,9 @@ class Run:
             width, (factor, power) = SIZES[self.model.model].width, LR_AND_WIDTH[inner]
             divisor = f"{width}^{power:g}".removesuffix("^1")
             return float(f"{factor / width**power:.3g}"), f"the default, {factor:g} / {divisor}, by the model's width"
+        made = self.make_inner() if method is None else None
+        if made and type(made) not in LR_AND_WIDTH and made.lr_factor == 1.0:
+            return LR, f"the default, which is AdamW's; give --lr for {type(made).__name__}"
         return LR, "the default"
 
     def make_strategy(self) -> Strategy:
@@ -242,6 +248,10 @@ class Run:
         given = self.counted_in_samples().settings()
         if given["topology"] and given["topology"].endswith(".json"):
             given["topology"] = repr(read_edges(Path(given["topology"])))
+        for name, value in given.items():
+            for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, str) and not each.isascii():
+                    _check_utf8(name, each)
         pieces = {name: pin(given[name]) for name in OF_PIECES if given[name] is not None}
         given |= {
             "lr": self.optimizer.lr if self.model.models else self.lr,
@@ -276,8 +286,10 @@ class Run:
 
     def unlike(self, other: Run) -> str:
         """The settings that prevent resuming from a checkpoint of `other`; empty if there are none."""
-        self, other = self.absolute(), other.absolute()
-        given, there = self.settings(), other.settings()
+        self = self.absolute()
+        given = self.settings()
+        other = other.changed(**_moved(other.settings(), given)).absolute()
+        there = other.settings()
         names = OF_A_CHECKPOINT if self.model.job else (*OF_A_CHECKPOINT, *OF_THE_TEXT)
         said = [f"{name} {there[name]!r} there, {given[name]!r} given" for name in names if given[name] != there[name]]
         one_for_all = self.model.job is None and self.data.largest_batch != other.data.largest_batch
@@ -370,6 +382,35 @@ PARTS: dict[str, type] = {
     "placement": Placement,
 }
 PART_OF = {"seed": ""} | {field.name: part for part, kind in PARTS.items() for field in dataclasses.fields(kind)}
+
+
+def _moved(there: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run that was moved: those that name a file which is not there any more, as `given` for the same name or content."""
+    moved = {}
+    if there["job"] and given["job"] and _digest(there["job"]) == _digest(given["job"]):
+        moved["job"] = given["job"]
+    for name in ("model", "tokenizer"):
+        old, new = (Path(str(one[name]).removeprefix(_kind(one[name]))) for one in (there, given))
+        if old.is_absolute() and not old.exists() and old.name == new.name and _kind(there[name]) == _kind(given[name]):
+            moved[name] = given[name]
+    return moved
+
+
+def _check_utf8(name: str, text: str) -> None:
+    """Raise `ConfigurationError` for a path whose bytes are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        spelled = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        raise ConfigurationError(
+            f"{name}={spelled!r}: a run file holds text in UTF-8 alone; rename the file or folder, or make a link to it with another name."
+        ) from None
+
+
+def _kind(name: str | None) -> str:
+    """The `hf:` or `bpe:` before a path."""
+    kind, colon, _ = str(name).partition(":")
+    return kind + colon if colon else ""
 
 
 def _digest(job: str | None) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.lm.resuming import check_ranks
 from thinwire.lm.run import Run
 from thinwire.records.events import LONGEST_LINE, being_written, recent_events
-from thinwire.records.files import contents
+from thinwire.records.files import contents, lock
 from thinwire.records.printable import reason
 
 _DRAFT = ".run.toml"  # the run file of a run that is about to resume
@@ -29,20 +28,21 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
     except OSError:  # `new_folder` says what is wrong
         yield
         return
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock(held, wait=False):
         os.close(held)
         raise ConfigurationError(
             f"another command trains in {folder}; choose another --out, or wait until it has ended."
-        ) from None
-    except OSError:  # a file system without locks
-        pass
+        )
     try:
         yield
     finally:
         (folder / _DRAFT).unlink(missing_ok=True)  # of a run that was refused
         os.close(held)
+
+
+def begun(folder: Path) -> bool:
+    """Whether a run has begun in `folder`, so that --resume continues it; otherwise --resume begins it."""
+    return (folder / "run.toml").exists()
 
 
 def check_folder(run: Run, folder: Path, resume: bool, replica: str) -> None:
@@ -55,7 +55,7 @@ def check_folder(run: Run, folder: Path, resume: bool, replica: str) -> None:
         raise ConfigurationError(f"{folder} holds a model already, which the run would replace; choose another --out.")
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"{folder} is a file, and the run needs a folder; choose another --out.")
-    if resume and not (folder / "run.toml").exists():
+    if resume and not begun(folder):
         raise ConfigurationError(
             f"{folder} holds no run to resume: it has no run.toml. Check the path, or start a new run."
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.comm import Group, parse_link
+from thinwire.comm.private_files import read_private
 from thinwire.comm.secure import Hub, SecureGroup, join
 from thinwire.comm.secure.frames import with_reducer
 from thinwire.comm.secure.keys import write_private
@@ -79,9 +80,11 @@ def join_for(
     listen = "" if run.placement.listen == "none" else run.placement.listen
     size, rate = run.placement.replicas, link.bits_per_second if link else None
     if not run.needs_hub:
-        group = join(token, name, size, keys, word, timeout, rate, listen=listen, address=address, say=say)
+        group = join(
+            token, name, size, keys, word, timeout, rate, listen=listen, address=address, say=say, warn=_unsaid
+        )
     else:
-        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate, 0, listen, address, say)
+        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate, 0, listen, address, say, _unsaid)
         if group.names[-1] != REDUCER:  # whose name the hub gives to its own reducer alone
             group.close()
             raise LinkError(
@@ -89,6 +92,10 @@ def join_for(
             )
     group.use_timeout(run.placement.timeout)
     return group
+
+
+def _unsaid(text: str) -> None:
+    """The command says who is away, beside its progress."""
 
 
 def _replicas_of(run: Run, group: SecureGroup) -> Group:
@@ -133,7 +140,7 @@ def main() -> int:
     def train(stop: Stop) -> None:
         run, hub = run_in(folder), folder / HUB
         with stopping(stop):
-            token = (hub / TOKEN).read_text()
+            token = read_private(hub / TOKEN, "the join token").decode()
             with join_for(run, token, f"replica-{index}", hub / KEYS, str(folder), _WAIT_SECONDS) as group:
                 own = _replicas_of(run, group)
                 train_here(run, Place(own, folder, resume, gpu=index, stop=stop))

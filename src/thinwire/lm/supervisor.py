@@ -40,6 +40,7 @@ from thinwire.lm.launch import (
 )
 from thinwire.lm.meeting import Meeting, meeting_of, own_meeting
 from thinwire.lm.place import ElasticPlace
+from thinwire.lm.resuming import steps_logged
 from thinwire.lm.run import Run
 from thinwire.lm.run_folder import run_in
 from thinwire.records.events import Tail
@@ -72,7 +73,8 @@ def train_elastic(
     (folder / "logs").mkdir(exist_ok=True)
     names = [joining.name] if joining else [f"replica-{index}" for index in range(run.placement.replicas)]
     # replicas on other machines may have the agreed state
-    if resume and not joining and not any(newest(folder / "checkpoints" / name)[0] for name in names):
+    lost = max(steps_logged(folder, name) for name in names) > run.placement.checkpoint_every
+    if resume and lost and not joining and not any(newest(folder / "checkpoints" / name)[0] for name in names):
         raise CheckpointError(
             f"--resume: none of {', '.join(names)} has a complete checkpoint in {folder / 'checkpoints'}. Restore the missing ones, or begin "
             "again at the first step by --resume --from-start."

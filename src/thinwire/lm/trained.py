@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from thinwire.checkpoint import Checkpoint, newest
+from thinwire.checkpoint import Checkpoint, newest, read_tree
 from thinwire.errors import ConfigurationError
 from thinwire.lm.adapters import merge_adapters
 from thinwire.lm.export import stored_model
@@ -21,7 +21,9 @@ from thinwire.lm.setup import make_model
 from thinwire.lm.tokenizer import tokenizer_of
 from thinwire.lm.tokens import Tokenizer
 from thinwire.pieces.partition import Fragment
+from thinwire.pieces.training_state import names_in_state
 from thinwire.records.run_record import RunRecord
+from thinwire.state_tree import unpack
 from thinwire.strategy import Gradients
 
 
@@ -119,24 +121,26 @@ def trains_on(folder: Path) -> bool:
 
 def agreed_weights(run: Run, saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     """A checkpoint's agreed weights, with buffers and frozen parameters; in gossip, which has no agreed weights, the replica's own."""
-    weights: dict[str, Tensor] = load_file(saved.path / "model.safetensors")
+    weights: dict[str, Any] = unpack(read_tree(saved.path / "model.safetensors"), "model")
     strategy = run.make_strategy()
     # weights are equal on all replicas, or on none
     if isinstance(strategy.signal, Gradients) or not strategy.exchange.agrees:
         return weights
-    state = load_file(saved.path / "outer.safetensors")
-    return weights | at_the_anchors(weights, state, strategy.partition.fragments(model))
+    state = unpack(read_tree(saved.path / "outer.safetensors"), "outer")
+    return weights | at_the_anchors(model, weights, state, strategy.partition.fragments(model))
 
 
 def at_the_anchors(
-    model: Mapping[str, Tensor], state: Mapping[str, Tensor], fragments: Sequence[Fragment]
+    model: nn.Module, weights: Mapping[str, Any], state: Mapping[str, Tensor], fragments: Sequence[Fragment]
 ) -> dict[str, Tensor]:
-    """The exchanged parameters with the values of the anchors in a checkpoint's `state`, in the types of `model`."""
+    """The exchanged parameters of `model` with the values of the anchors in a checkpoint's `state`, in the types of its `weights`."""
     parameters: dict[str, Tensor] = {}
+    names = names_in_state(model)
     for index, fragment in enumerate(fragments):
         begin = 0
-        for name, parameter in fragment.parameters:
-            end = begin + parameter.numel()
-            parameters[name] = state[f"{index}.anchor"][begin:end].view(parameter.shape).to(model[name].dtype)
+        for _, parameter in fragment.parameters:
+            end, spelled = begin + parameter.numel(), names[id(parameter)]
+            value = state[f"{index}.anchor"][begin:end].view(parameter.shape).to(weights[spelled[0]].dtype)
+            parameters |= dict.fromkeys(spelled, value)
             begin = end
     return parameters

@@ -38,13 +38,14 @@ from thinwire.lm.tokens_mean import by_samples, descend
 from thinwire.lm.watch import watching
 from thinwire.membership import Membership
 from thinwire.methods import Attached, Method, ZerothOrder
-from thinwire.pieces.inner_optimizers import SharpnessAware, at_the_worst_point
+from thinwire.pieces.inner_optimizers import SharpnessAware, at_the_worst_point, highest_rate
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import digest
 from thinwire.runtime.inner_steps import as_one
 from thinwire.runtime.module_state import clip, evaluating
+from thinwire.state_tree import pack
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -179,6 +180,7 @@ class Trainer(ABC):
     def _loop(self) -> None:
         run, replica = self.run, self.replica
         eval_every = run.data.eval_every or max(1, run.optimizer.steps // 10)
+        unchecked = bool(run.placement.checkpoint_every)
         while self.progress < run.optimizer.steps and not replica.stopping:
             if self.place.stop.is_set():
                 replica.request_stop()
@@ -189,6 +191,10 @@ class Trainer(ABC):
                 self._publisher.offer(replica.step, replica.anchors())
             if passes_multiple(began, self.progress, eval_every) and self.progress < run.optimizer.steps:
                 self._evaluate()
+            if unchecked:  # now, not at the first checkpoint
+                unchecked = False
+                checkpoint.check(replica)
+                pack(self.job.state(), "batches(share).state_dict()")
             if passes_multiple(before, replica.step, run.placement.checkpoint_every):
                 self._save()
 
@@ -259,7 +265,7 @@ class Trainer(ABC):
     def _set_rates(self) -> float:
         """Set the learning rate of the next step in the optimizer; those of a job's own optimizer do not change."""
         if self.own_rates:
-            return float(self.optimizer.param_groups[0]["lr"])
+            return highest_rate(self.optimizer)
         lr = learning_rate(self.run, self.progress + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * self.lr_factor

@@ -25,7 +25,6 @@ import os
 import re
 import secrets
 import socket
-import stat
 import struct
 import time
 from contextlib import suppress
@@ -33,6 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from thinwire.comm.private_files import read_private
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.version import LIGHTHOUSE_MESSAGES, newest_of_both
 
@@ -69,16 +69,11 @@ def secret_in(path: Path, make: bool = False) -> bytes:
             with os.fdopen(handle, "w") as file:
                 file.write(secrets.token_hex(32) + "\n")
     try:
-        # Do not wait if it is a pipe.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            text = file.read(128) if stat.S_ISREG(status.st_mode) else b""
+        text = read_private(path, "the run secret", 128)
     except OSError as error:
         raise ConfigurationError(
             f"no run secret can be read from {path} ({error.strerror}); `thinwire lighthouse --secret FILE` makes one, to be copied to every machine."
         ) from None
-    if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
-        raise ConfigurationError(f"others may read the run secret in {path}; chmod 600 {path}")
     if not re.fullmatch(rb"[0-9a-f]{64}\s*", text):
         raise ConfigurationError(
             f"{path} holds no run secret: 64 hexadecimal digits are needed, as `thinwire lighthouse --secret FILE` writes them."

@@ -230,7 +230,7 @@ class Attached(Participant):
         with self.anchored():
             return [self._flat()]
 
-    def export(self) -> dict[str, Tensor]:
+    def export(self) -> dict[str, Any]:
         """The model's state dict with the agreed weights; whole tensors on the CPU."""
         with self.anchored():
             return export_state(self.model)

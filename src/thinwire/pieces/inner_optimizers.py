@@ -391,3 +391,13 @@ def _expect(inner: Inner, optimizer: torch.optim.Optimizer, kind: type) -> None:
 
 def _parameters(model: nn.Module) -> list[Tensor]:
     return [parameter for _, parameter in trainable(model)]
+
+
+def highest_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The highest learning rate of the optimizer's groups; NaN if none has one, as in Adafactor with relative steps.
+
+    >>> highest_rate(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.5))
+    0.5
+    """
+    rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
+    return float(max(rates)) if rates else math.nan

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.abc
+import importlib.machinery
 import importlib.util
+import os
 import re
 import sys
 import threading
@@ -22,7 +24,10 @@ from typing import Any, Protocol
 from thinwire.errors import ConfigurationError
 from thinwire.records.files import contents
 
+__path__: list[str] = []  # the user's files are modules below this one
+
 _DIGEST = "__thinwire_digest__"
+_UNNAMED = re.compile(r"\W")
 _ONE_AT_A_TIME = threading.RLock()  # for imports of replicas in threads
 _PATH = r"""(?P<path>[^\s'"(),=:@\[\]{}]+\.py)(?:@(?P<digest>[0-9a-f]{32}))?"""
 _QUOTED = r"""(?P<quote>['"])(?P<spaced>[^'"\n]+\.py)(?:@(?P<mark>[0-9a-f]{32}))?(?P=quote)"""
@@ -135,6 +140,8 @@ def _imported(path: Path, digest: str | None) -> ModuleType:
     with _ONE_AT_A_TIME:  # a module is in sys.modules before all of its names are
         if digest is not None and (known := sys.modules.get(_name(path, digest))):
             return known
+        if digest is not None and not path.exists() and (moved := _moved.get(digest, path)) != path:
+            return _imported(moved, digest)
         source = _read(path)
         found = _digest(source)
         if digest not in (None, found):
@@ -142,7 +149,12 @@ def _imported(path: Path, digest: str | None) -> ModuleType:
                 f"{path} has changed since this run began: its digest was {digest} and is {found}. Restore the file, or start a new run "
                 "in another --out."
             )
+        _moved.setdefault(found, path)
         return sys.modules.get(_name(path, found)) or _executed(_name(path, found), path, source)
+
+
+# where files that were imported are, by their digest: a run file that was moved with them names their former paths
+_moved: dict[str, Path] = {}
 
 
 def _executed(name: str, path: Path, source: bytes) -> ModuleType:
@@ -161,8 +173,10 @@ def _executed(name: str, path: Path, source: bytes) -> ModuleType:
 
 
 def _name(path: Path, digest: str) -> str:
-    """The name of the module. Two paths with the same content are two modules."""
-    return f"{path.stem}@{_digest(str(path).encode() + digest.encode())[:16]}"
+    """The name of the module. Two paths with the same content are two modules. It holds the path, because a worker that a loader starts by spawn
+    or forkserver imports the module of the dataset's class by its name.
+    """
+    return ".".join([__name__, f"{_UNNAMED.sub('_', path.stem)}@{digest}@{os.fsencode(path).hex()}"])
 
 
 def _read(path: Path) -> bytes:
@@ -170,7 +184,8 @@ def _read(path: Path) -> bytes:
         return contents(path).encode()
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{path} cannot be read as a Python file ({error}); check the path, which is relative to the current folder."
+            f"{path} cannot be read as a Python file ({error}); check the path, which is relative to the current folder. "
+            "If a run was moved, give the new one, such as --job NEW_PATH: its content is compared."
         ) from None
 
 
@@ -189,3 +204,24 @@ class _Source(importlib.abc.SourceLoader):
 
     def get_data(self, path: Any) -> bytes:
         return self._source
+
+
+class _Workers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the user's files in a worker process, by the path and the digest in their names."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        known = name.startswith(f"{__name__}.") and name.count("@") == 2
+        return importlib.util.spec_from_loader(name, self) if known else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        _, digest, path = spec.name.split("@")
+        try:
+            return _imported(Path(os.fsdecode(bytes.fromhex(path))), digest)
+        except (ConfigurationError, ValueError) as error:
+            raise ImportError(str(error)) from error
+
+    def exec_module(self, module: ModuleType) -> None:
+        return  # it was executed
+
+
+sys.meta_path.append(_Workers())

@@ -54,7 +54,6 @@ run that resumes appends to the same file with a new `start` and a `resume`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -64,11 +63,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from thinwire.errors import DataError
 from thinwire.records.choices import listed
-from thinwire.records.files import open_regular
+from thinwire.records.files import lock, open_regular
 
 Event = dict[str, Any]
 
@@ -147,10 +146,10 @@ class EventLog:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
             self._file = os.fdopen(os.open(self.path, flags, 0o666), "ab", buffering=0)
             self._torn = not _ends_with_newline(self.path)
-            locked = _lock(self._file)
+            locked = lock(self._file, wait=False)
             for _ in range(4 * (not locked)):  # one who asks `being_written` holds it for a moment
                 time.sleep(0.02)
-                locked = locked or _lock(self._file)
+                locked = locked or lock(self._file, wait=False)
         except OSError as error:
             raise DataError(
                 f"The event log {self.path} cannot be opened ({error}); a run needs a folder it may write to. "
@@ -366,18 +365,7 @@ def _text_of_path(value: object) -> str:
 def being_written(path: Path) -> bool:
     """Whether a process has this event file open in an `EventLog`."""
     with open_regular(path) as file:
-        return not _lock(file)
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Lock `file` against other writers while it is open; False if another process has the lock. It ends with the process."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
+        return not lock(file, wait=False)
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -6,7 +6,9 @@ Opening a FIFO would wait for ever, a device has no end, and a few bytes of brac
 
 from __future__ import annotations
 
+import codecs
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -14,11 +16,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+# what file systems answer that do not have a call: Lustre, NFS, SMB and FUSE mounts lack some
+UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 LARGEST_FILE = 64 << 20  # most bytes of a file that is read whole: settings and manifests
 
 
@@ -40,12 +44,14 @@ def _check(path: Path, found: os.stat_result) -> None:
 
 
 def contents(path: Path) -> str:
-    """The text of a small file. Raises `OSError`, `ValueError` if it is longer than `LARGEST_FILE` bytes or not UTF-8."""
+    """The text of a small file, in UTF-8, or as editors on Windows save it, with a byte order mark. Raises `OSError`, `ValueError` if it is longer
+    than `LARGEST_FILE` bytes or in another encoding.
+    """
     with open_regular(path) as file:
         data = file.read(min(LARGEST_FILE, os.fstat(file.fileno()).st_size) + 1)
     if len(data) > LARGEST_FILE:
         raise ValueError(f"{path} is longer than {LARGEST_FILE:,} bytes")
-    return data.decode()
+    return data.decode("utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig")
 
 
 def parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
@@ -102,7 +108,8 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, 
         if told is None:
             raise
         raise OSError(int(told[1]), os.strerror(int(told[1])), str(path)) from error
-    path.chmod(mode)
+    with suppress(OSError):  # a file system without modes
+        path.chmod(mode)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -119,9 +126,36 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def flush(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, are on the disk, not only in the machine's memory."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Make sure that a file, or the names in a folder, are on the disk, not only in the machine's memory, where the file system can do that."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        if path.is_dir():  # some do not open folders
+            return
+        raise
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (*UNSUPPORTED, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)
+
+
+def lock(file: int | IO[Any], wait: bool = True) -> bool:
+    """Lock an open file against others that lock it, until it is closed or the process ends. Without `wait`: False if another has the lock. On a file
+    system without locks nobody has one, and it is True.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (
+            *UNSUPPORTED,
+            errno.EBADF,
+            errno.EACCES,
+            errno.EPERM,
+        ):  # NFS wants the file open for writing
+            raise
+    return True

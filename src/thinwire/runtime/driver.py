@@ -8,6 +8,7 @@ Methods with their own loop (`methods`, `decoupled`) have no driver: they are `A
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from thinwire.data_ledger import LeasedReader
 from thinwire.errors import ConfigurationError
+from thinwire.pieces.inner_optimizers import highest_rate
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
-from thinwire.pieces.schedule import Calendar
+from thinwire.pieces.schedule import Adaptive, Calendar
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.loop_warnings import silent, warned
 from thinwire.runtime.module_state import reshard
@@ -82,9 +84,12 @@ class Training:
         strategy.check_inner(optimizer, sharded=sharded)
         check_sharding(model, whole_replica=sharded)
         fragments = strategy.partition.fragments(model)
-        calendar = Calendar(
-            strategy.schedule, len(fragments), lambda _: float(max(group["lr"] for group in optimizer.param_groups))
-        )
+        if isinstance(strategy.schedule, Adaptive) and math.isnan(highest_rate(optimizer)):
+            raise ConfigurationError(
+                f"schedule={strategy.schedule!r} with a {type(optimizer).__name__} whose groups have no learning rate, which it follows; "
+                "choose a schedule such as Every(100), or an optimizer with a rate."
+            )
+        calendar = Calendar(strategy.schedule, len(fragments), lambda _: highest_rate(optimizer))
         calendar.departs(0)  # refuses offsets for another number of fragments
         strategy.warm_up()
         return cls(strategy, model, optimizer, observe, clock, calendar, tokens), fragments

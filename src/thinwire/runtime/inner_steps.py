@@ -73,35 +73,12 @@ class Several(torch.optim.Optimizer):
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of one optimizer: parameters are numbered over all parts."""
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        for part, first in self._numbered():
-            saved = part.state_dict()
-            state |= {first + index: value for index, value in saved["state"].items()}
-            groups += [
-                group | {"params": [first + index for index in group["params"]]} for group in saved["param_groups"]
-            ]
-        return {"state": state, "param_groups": groups}
+        """That of each part, whatever it holds."""
+        return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = list(state_dict["param_groups"])
-        for part, first in self._numbered():
-            own, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
-            numbers = range(first, first + len(_held([part])))
-            part.load_state_dict(
-                {
-                    "state": {index - first: value for index, value in state_dict["state"].items() if index in numbers},
-                    "param_groups": [one | {"params": [index - first for index in one["params"]]} for one in own],
-                }
-            )
-
-    def _numbered(self) -> Iterator[tuple[torch.optim.Optimizer, int]]:
-        """Each part, with the number of its first parameter."""
-        first = 0
-        for part in self.parts:
-            yield part, first
-            first += len(_held([part]))
+        for part, saved in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(saved)
 
 
 def as_one(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:

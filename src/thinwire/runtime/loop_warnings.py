@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.codecs.base import Codec
+from thinwire.errors import CheckpointError
 from thinwire.pieces.partition import is_sharded
 from thinwire.rng import Key
 
@@ -40,10 +42,26 @@ class LoopWarnings:
     ) -> None:
         self._observe = warned if observe is silent else observe
         self._model, self._parameters = model, list(model.parameters())
+        self._checked = False  # the state after the first step
+        self._hook: RemovableHandle | None = None
         self._unfinished = weakref.finalize(owner, warnings.warn, _UNFINISHED, RuntimeWarning)
         for said in (_kept_apart(model) if local else "", _moved_untouched(model, codec)):
             if said:
                 self._observe("warning", 0, message=said)
+
+    def check_after_first_step(self, optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:
+        """Warn after the first step of `optimizer`, which makes its state, if `check` raises `CheckpointError`: not hours later, at a save."""
+
+        def after(*_: Any) -> None:
+            if self._checked:
+                return
+            self._checked = True
+            try:
+                check()
+            except CheckpointError as error:
+                self._observe("warning", 1, message=f"checkpoint.save would refuse this replica: {error}")
+
+        self._hook = optimizer.register_step_post_hook(after)
 
     def finishes(self, step: int) -> None:
         self.closes()
@@ -59,6 +77,8 @@ class LoopWarnings:
             self._observe("warning", step, message=message)
 
     def closes(self) -> None:
+        if self._hook:
+            self._hook.remove()
         self._unfinished.detach()
 
 

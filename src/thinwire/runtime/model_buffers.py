@@ -13,24 +13,26 @@ from thinwire.comm.group import Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import is_sharded, local
+from thinwire.pieces.training_state import names_in_state
 from thinwire.runtime.handshake import agree_on_weights, digest
+from thinwire.state_tree import compact
 from thinwire.types import Observer
 
 Gather = Callable[[bytes, int, str], list[bytes]]  # as `comm.group.gather`, without the group
 
 
 def floating(model: nn.Module) -> list[Tensor]:
-    """The persistent floating-point buffers of `model`: this rank's part of each, tied ones once. Sparse ones, such as graphs, are none: they
-    may have unlike indices."""
-    persistent = model.state_dict().keys()
-    dense = [(name, b) for name, b in model.named_buffers() if b.layout == torch.strided]
-    return [local(b) for name, b in dense if name in persistent and b.is_floating_point()]
+    """The persistent floating-point buffers of `model`: this rank's part of each, tied and expanded ones once. Sparse ones, such as graphs, are
+    none: they may have unlike indices."""
+    persistent = set(names_in_state(model))
+    dense = [b for b in model.buffers() if b.layout == torch.strided and id(b) in persistent]
+    return [compact(local(b)) for b in dense if b.is_floating_point()]
 
 
 def _parts(buffer: Tensor) -> list[Tensor]:
     """The dense tensors that hold this rank's part of `buffer`, as views: if it is sparse, its indices and values."""
     if buffer.layout == torch.strided:
-        return [local(buffer)]
+        return [compact(local(buffer))]
     if buffer.layout == torch.sparse_coo:
         return [buffer._indices(), buffer._values()]
     if buffer.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +17,15 @@ from thinwire.codecs.exact import energy
 from thinwire.pieces.partition import is_sharded, local
 
 
-def export_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict as whole tensors on the CPU, copied. With FSDP all ranks of a site must call it."""
-    return {
-        name.replace("_orig_mod.", ""): (value.full_tensor() if is_sharded(value) else value).detach().cpu().clone()
-        for name, value in model.state_dict().items()
-    }
+def export_state(model: nn.Module) -> dict[str, Any]:
+    """The state dict with whole tensors on the CPU; a copy, with what modules give as extra state. With FSDP all ranks of a site must call it."""
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        return (value.full_tensor() if is_sharded(value) else value).detach().cpu().clone()
+
+    return {name.replace("_orig_mod.", ""): whole(value) for name, value in model.state_dict().items()}
 
 
 def reshard(model: nn.Module) -> None:

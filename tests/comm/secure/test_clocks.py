@@ -36,7 +36,7 @@ def test_a_certificate_that_has_ended_by_the_clock_of_the_hub_is_renewed(
         member = Enrolment(hub.invite(), "oslo", tmp_path / "keys")
         ended = asyncio.run(member.admitted())
         member._admitted = replace(ended, end=inf, due=inf)
-        hub._admission._lifetime = timedelta(hours=1)
+        hub._admission.lifetime = timedelta(hours=1)
         if renews == "requests":
             with pytest.raises(LinkError, match="the hub does not answer"):
                 HubChannel(member, "o" * 16, "", thread, 600.0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from thinwire.comm.secure import Token, frames
 from thinwire.comm.secure.admission import opened_join
-from thinwire.comm.secure.audit import AuditLog, plain
+from thinwire.comm.secure.audit import LINES, AuditLog, plain
 from thinwire.comm.secure.keys import opened_request
 from thinwire.comm.secure.posted import Pull
 from thinwire.comm.secure.relay import natural
@@ -86,9 +86,14 @@ def test_an_audit_log_entry_is_one_plain_line(text):
 def test_strangers_cannot_fill_the_audit_log(tmp_path):
     log = AuditLog(tmp_path / "audit.txt")
     for number in range(5000):
-        log.stranger("refused", f"192.0.2.{number % 250}\x1b[2J", "x" * 1000)
+        log.stranger("refused", f"192.0.2.{number % 250}:7\x1b[2J", "x" * 1000)
     lines = (tmp_path / "audit.txt").read_text().splitlines()
-    assert len(lines) == 50 and all(len(line) < 500 and line.isprintable() for line in lines)
+    assert len(lines) == LINES and all(len(line) < 500 and line.isprintable() for line in lines)
+    log.flush()
+    counted = (tmp_path / "audit.txt").read_text().splitlines()[LINES:]
+    assert len(counted) == 1 and "counted 5,000 strangers" in counted[0] and "192.0.2." in counted[0]
+    log.flush()
+    assert len((tmp_path / "audit.txt").read_text().splitlines()) == LINES + 1
 
 
 def test_names_are_sorted_by_their_numbers():

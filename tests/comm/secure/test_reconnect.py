@@ -6,7 +6,6 @@ import asyncio
 import random
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +16,8 @@ from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, enrol, join, link
-from thinwire.comm.secure.calls import Broken, Refused
+from thinwire.comm.secure import Hub, enrol, join
+from thinwire.comm.secure.calls import Refused
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.group import _SecureTransfer, connected_group
 from thinwire.comm.secure.hub import LIFETIME
@@ -283,43 +282,34 @@ def test_a_certificate_is_used_until_its_end_while_no_other_can_be_got(tmp_path,
         credentials()
 
 
-def test_a_connection_ends_for_a_new_certificate_once_it_is_there(tmp_path):
-    """Until then it goes on with the former one."""
-    used = Admitted(Credentials(b"key", b"former", b""), "", False, 2.0, 1.0, 0.0)
-    later = [replace(used, due=0.5), used, replace(used, credentials=replace(used.credentials, certificate=b"new"))]
-
-    class Asked(Enrolment):
-        def __init__(self) -> None:
-            pass
-
-        async def admitted(self) -> Admitted:
-            return later.pop(0)
-
-    with pytest.raises(Broken, match="the certificate was renewed"):
-        asyncio.run(link._renewal(Asked(), used))
-    assert not later
-
-
-def test_requests_go_on_with_a_new_certificate_and_nobody_is_told_of_a_loss(tmp_path, monkeypatch):
-    """A replica of an elastic run asks for longer than its certificate holds."""
+@pytest.mark.parametrize("who", ["requests", "group"])
+def test_a_connection_goes_on_with_a_certificate_that_is_renewed_over_it(who, tmp_path, monkeypatch):
+    """The port for joining is closed: strangers may fill it. The hub hears no new connection, and tells nobody of a loss."""
     said, clock = list[str](), SimpleNamespace(time=time.time)
     monkeypatch.setattr(enrol, "time", clock)
-    with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(600.0, said.append)) as hub:
+    registry = (lambda: MemberRegistry(600.0, said.append)) if who == "requests" else None
+    with Hub(tmp_path / "hub", registry=registry) as hub:
         member, thread = Enrolment(hub.invite(), "oslo", tmp_path / "keys"), LoopThread.shared()
         first = asyncio.run(member.admitted())
         clock.time = lambda: first.due - 0.001
-        channel = HubChannel(member, "o" * 16, "", thread, 600.0)
-        (before,), former = hub._connections.values(), channel._stream
+        if registry:
+            opened = HubChannel(member, "o" * 16, "", thread, 600.0)
+        else:
+            opened = connected_group(HubLink(member, bytes(32), 1), 600.0, 600.0)
+        (before,) = hub._connections.values()
+        thread.run(hub._ports[1].close())
+        monkeypatch.setattr(hub, "_looked", lambda version: version)
+        before.expires = 0.0  # at a look it would be over
         clock.time = lambda: first.due + 1.0
-        while channel._stream is former:
-            channel.ask("beat")
-        while before.number in hub._connections:
-            channel.ask("beat")
-        channel.ask("here", who="o" * 16)
-        (after,) = hub._connections.values()
-        assert after is not before and member._admitted.credentials is not first.credentials
-        assert [line.split(":")[0] for line in said] == ["joined"]  # and none has left
-        channel.close()
+        while before.expires == 0.0:
+            time.sleep(0.01)
+        while member._admitted.credentials is first.credentials:
+            time.sleep(0.01)
+        assert list(hub._connections.values()) == [before] and before.expires > time.time()
+        if registry:
+            opened.ask("here", who="o" * 16)
+            assert [line.split(":")[0] for line in said] == ["joined"]  # and none has left
+        opened.close()
         thread.release()
 
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from thinwire.cli import main
-from thinwire.comm.secure import Hub, PublishedAtHub, enrol, fetch, versions
+from thinwire.comm.secure import Hub, PublishedAtHub, enrol, fetch, joining, versions
 from thinwire.comm.secure.calls import Broken, Outdated, Refused
 from thinwire.comm.secure.versions import FRAMES
 from thinwire.errors import PacketError
@@ -134,15 +134,15 @@ def test_a_request_to_join_is_refused_by_its_range_before_its_invitation_is_used
     with Hub(tmp_path / "hub", published=OneList(), say=lines.append) as hub:
         token = str(hub.invite(1))
         for said in ((far,), ()):
-            monkeypatch.setattr(enrol, "stated", stating("thinwire-join", *said))
+            monkeypatch.setattr(enrol, "SPOKEN", b"".join(str(each).encode() for each in said))
             assert main(["follow", token, "--name", "oslo", "--keys", str(tmp_path), "--once"]) == 1
             told = " ".join(capsys.readouterr().err.split())
             named = f"the hub speaks requests to join {here}, the machine {far if said else 'states none'}. Install one"
             assert named in told and named in lines[-1] and "new token" not in told
-        monkeypatch.setattr(enrol, "stated", stating("thinwire-join", after))
+        monkeypatch.setattr(enrol, "SPOKEN", str(after).encode())
         for there in ((far,), ()):  # a hub that served it although the ranges do not meet
             with monkeypatch.context() as its:
-                its.setattr(versions, "stated", stating("thinwire-join", *there))
+                its.setattr(joining.JoinPort, "spoken", b"".join(str(each).encode() for each in there))
                 with pytest.raises(Refused) as refused, PublishedAtHub(token, "oslo", tmp_path) as origin:
                     origin.newest()
             named = (

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import sqlite3
 import struct
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import grpc
-import grpc.aio
+from cryptography import x509
 
 from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.channels import JOIN_NBYTES, check_tls
 from thinwire.comm.secure.frames import SAME_RELEASE
+from thinwire.comm.secure.joining import ADMITTED, NOT_NOW, REFUSED, REQUEST_NBYTES
 from thinwire.comm.secure.keys import Authorities, check_name, key_digest, member_dns, opened_request
-from thinwire.comm.secure.proxy import TcpProxy
+from thinwire.comm.secure.proxy import Arrived
 from thinwire.comm.secure.state import HubState
-from thinwire.comm.secure.versions import JOINING, agreed_with_member
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 JOIN_HEAD = struct.Struct("<8s16sBH")  # invitation, secret, bytes of the name and of the request
 # bytes of the certificate, of the authorities and of the run file; whether runs are elastic
-ADMITTED = struct.Struct("<HHI?")
+ADMISSION = struct.Struct("<HHI?")
 
 
 class Admission:
@@ -45,41 +43,42 @@ class Admission:
         elastic: bool,
     ) -> None:
         self._run, self._state, self.authorities, self._audit = folder / "run.toml", state, authorities, audit
-        self._lifetime, self._elastic = lifetime, elastic
-        self.proxy: TcpProxy | None = None  # the proxy for requests to join; set by the hub
+        self.lifetime, self._elastic = lifetime, elastic
+        self.granted: Callable[[str], object] = lambda name: (
+            None
+        )  # called with each member that gets a certificate; set by the hub
 
-    async def join(self, raw: bytes, context: Any) -> bytes:
-        """Admit a member, or renew its certificate."""
-        assert self.proxy
-        who = self.proxy.remote_address(context.peer())
+    async def join(self, raw: bytes, connection: Arrived) -> tuple[int, bytes]:
+        """Admit a member, or renew its certificate; see `JoinPort`."""
         try:
-            check_tls(context)
-            await agreed_with_member(context, JOINING)
             invitation, secret, name, request = opened_join(raw)
             found = opened_request(request)
-            new = self._state.admit(name, key_digest(found), invitation, secret)
-            self.proxy.authenticated(context.peer())
-            if new:
-                self._audit("admitted", name, f"from {who}")
-            issuer, trusted = self.authorities.issuer, self.authorities.trusted
-            certificate = issuer.issue(found, member_dns(name), self._lifetime)
-            self._state.issued(name, issuer.fingerprint)
+            if self._state.admit(name, key_digest(found), invitation, secret):
+                self._audit("admitted", name, f"from {connection.address}")
+            self.granted(name)
+            return ADMITTED, self.issued(name, found)
         except sqlite3.Error as error:  # no refusal: it is admitted when there is room
-            self._audit.stranger("cannot admit", who, f"{error}; make room on its disk")
-            await context.abort(grpc.StatusCode.ABORTED, f"it cannot write its state ({error}); make room on its disk")
+            self._audit.stranger("cannot admit", connection.address, f"{error}; make room on its disk")
+            return NOT_NOW, f"it cannot write its state ({error}); make room on its disk".encode()
         except (LinkError, PacketError, ConfigurationError) as error:
-            self._audit.stranger("refused to admit", who, error)
-            self.proxy.logged(context.peer())
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"the hub does not admit this machine: {error}")
-        told = self._run.read_bytes() if self._run.exists() else b""
-        return ADMITTED.pack(len(certificate), len(trusted), len(told), self._elastic) + certificate + trusted + told
+            self._audit.stranger("refused to admit", connection.address, error)
+            connection.logged = True
+            return REFUSED, f"the hub does not admit this machine: {error}".encode()
+
+    def issued(self, name: str, request: x509.CertificateSigningRequest) -> bytes:
+        """A fresh certificate for the key of `request` under a name that has this key, with what else a member is told. Raises `sqlite3.Error`."""
+        issuer, trusted = self.authorities.issuer, self.authorities.trusted
+        certificate = issuer.issue(request, member_dns(name), self.lifetime)
+        self._state.issued(name, issuer.fingerprint)
+        run = self._run.read_bytes() if self._run.exists() else b""
+        return ADMISSION.pack(len(certificate), len(trusted), len(run), self._elastic) + certificate + trusted + run
 
 
 def opened_join(raw: bytes) -> tuple[bytes, bytes, str, bytes]:
     """Invitation, secret, name and request. Raises `PacketError`, `ConfigurationError`."""
-    if not JOIN_HEAD.size < len(raw) <= JOIN_NBYTES:
+    if not JOIN_HEAD.size < len(raw) <= REQUEST_NBYTES:
         raise PacketError(
-            f"the request to join has {len(raw)} bytes; {JOIN_HEAD.size + 1} to {JOIN_NBYTES} are needed; {SAME_RELEASE}"
+            f"the request to join has {len(raw)} bytes; {JOIN_HEAD.size + 1} to {REQUEST_NBYTES} are needed; {SAME_RELEASE}"
         )
     invitation, secret, name, request = JOIN_HEAD.unpack_from(raw)
     if len(raw) != JOIN_HEAD.size + name + request:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 LONGEST = 300  # most characters of one text
 FILE_NBYTES = 4 << 20  # most bytes of one file; the previous file is kept, too
-STRANGERS_LINES, STRANGERS_SECONDS = 50, 10.0  # most lines about strangers in this time; further ones are counted
+LINES, SECONDS = (
+    10,
+    60.0,
+)  # most lines of one event of strangers in this time; all are counted, and one line has their number
+_ADDRESSES = 1000  # most addresses of strangers that are counted apart
 
 
 def plain(text: object) -> str:
@@ -31,7 +36,10 @@ class AuditLog:
     def __init__(self, path: Path, say: Callable[[str], object] = lambda line: None) -> None:
         self._path, self._say, self._lock = path, say, threading.Lock()
         path.touch(0o600)
-        self._since, self._lines, self._left_out = 0.0, 0, 0
+        self._since = time.monotonic()
+        self._strangers = Counter[str]()  # by event, in this minute
+        self._addresses = Counter[str]()
+        self._counted = Counter[tuple[str, str, str]]()  # by event, member and what
         self._failing = set[str]()
 
     def __call__(self, event: str, who: object, why: object = "") -> None:
@@ -65,14 +73,30 @@ class AuditLog:
             self._failing.discard(what)
 
     def stranger(self, event: str, who: object, why: object = "") -> None:
-        """Log an action of a stranger. Strangers may come often, so few lines are written and the rest is counted."""
-        now = time.monotonic()
-        if now - self._since > STRANGERS_SECONDS:
-            left_out, self._since, self._lines, self._left_out = self._left_out, now, 0, 0
-            if left_out:
-                self("refused", "others unknown", f"{left_out} more")
-        self._lines += 1
-        if self._lines <= STRANGERS_LINES:
+        """Log an action of a stranger, whose address `who` begins with. Strangers may come often: after `LINES` of one event they are counted."""
+        self.flush(SECONDS)
+        address = plain(who).partition(" ")[0].rpartition(":")[0]
+        self._strangers[event] += 1
+        self._addresses[address if len(self._addresses) < _ADDRESSES or address in self._addresses else "others"] += 1
+        if self._strangers[event] <= LINES:
             self(event, who, why)
-        else:
-            self._left_out += 1
+
+    def count(self, event: str, who: str, what: str, number: int = 1) -> None:
+        """Count what a member does too often: one line a minute has the sum."""
+        self.flush(SECONDS)
+        self._counted[event, who, what] += number
+
+    def flush(self, seconds: float = 0.0) -> None:
+        """Write what was counted, if that began more than `seconds` ago. The hub calls it regularly."""
+        now = time.monotonic()
+        if now - self._since < seconds:
+            return
+        passed, self._since = now - self._since, now
+        strangers, addresses, counted = self._strangers, self._addresses, self._counted
+        self._strangers, self._addresses, self._counted = Counter(), Counter(), Counter()
+        if any(number > LINES for number in strangers.values()):
+            events = ", ".join(f"{event} {number:,}" for event, number in strangers.most_common())
+            most = ", ".join(f"{address} {number:,}" for address, number in addresses.most_common(3))
+            self("counted", f"{strangers.total():,} strangers in {passed:.0f} s", f"{events}; most from {most}")
+        for (event, who, what), number in counted.items():
+            self(event, who, f"{number:,} {what} in {passed:.0f} s")

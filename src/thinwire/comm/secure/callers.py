@@ -38,14 +38,18 @@ class Callers:
         name = member_name(certificate)
         if certificate.issuer != self.authorities.issuer.certificate.subject:
             raise Outdated("the hub has a new authority, which renews this certificate")
-        known = self._state.member(name)
-        if known is None or known.key != key_digest(certificate):
-            raise LinkError(f"the name {name} belongs to another key")
-        if known.revoked:
-            raise LinkError(f"{name} is revoked")
+        self.check_key(name, certificate)
         assert self.proxy
         self.proxy.authenticated(context.peer())
         return name, certificate.not_valid_after_utc.timestamp()
+
+    def check_key(self, name: str, holder: x509.Certificate | x509.CertificateSigningRequest) -> None:
+        """Raise `LinkError` unless `holder` has the key of the member `name`, which is not revoked."""
+        known = self._state.member(name)
+        if known is None or known.key != key_digest(holder):
+            raise LinkError(f"the name {name} belongs to another key")
+        if known.revoked:
+            raise LinkError(f"{name} is revoked")
 
     def trainer(self, context: Any) -> tuple[str, float]:
         """Like `identify`, for requests that followers must not make."""

@@ -1,4 +1,4 @@
-"""The set-up of gRPC at both ends: mutual TLS with keys of the hub's authority, and bounds for messages of strangers."""
+"""The set-up of gRPC at both ends: mutual TLS with keys of the hub's authority, and bounds for messages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ if tuple(map(int, grpc.__version__.split(".")[:2])) < tuple(map(int, LEAST_GRPCI
 
 SERVICE = "thinwire.Hub"
 STRAIGHT, LIVE = (f"/thinwire.Member/{name}" for name in ("Straight", "Live"))
-_METHODS = "Join", "Control", "Bulk", "Meet", "Follow", "Publish"
-JOIN, CONTROL, BULK, MEET, FOLLOW, PUBLISH = (f"/{SERVICE}/{name}" for name in _METHODS)
+_METHODS = "Renew", "Control", "Bulk", "Meet", "Follow", "Publish"
+RENEW, CONTROL, BULK, MEET, FOLLOW, PUBLISH = (f"/{SERVICE}/{name}" for name in _METHODS)
 TLS = "TLSv1.3"
-JOIN_NBYTES = 8192  # most bytes of a request to join
-ADMITTED_NBYTES = 1 << 20  # most bytes of its response, with a run file
 ANSWER_NBYTES = 1 << 23  # bytes of a response to a member: the presences of all members
 _NO_COMPRESSION = 1  # the bit of `identity`
 
@@ -36,10 +34,6 @@ _BOTH: Options = (
     ("grpc.max_metadata_size", 8192),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-)
-_PATIENT: Options = (  # gRPC ends a silent connection after a minute, if the kernel does not end it after ten seconds
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
 )
 # gRPC also gives `keepalive_timeout_ms` to the kernel (TCP_USER_TIMEOUT), which ends a connection whose receiver had no room for so long.
 # Behind a thin link bulk stands still for longer than the seconds above, so these bounds are minutes. `HubLink` and `Hub` notice silence
@@ -83,25 +77,19 @@ def of_members(silent: float | None = None) -> Options:
     return (*_SERVER, *_noticing(silent), ("grpc.max_receive_message_length", LIMIT_NBYTES))
 
 
-def of_joiners() -> Options:
-    """Options of a server for machines without a certificate."""
-    return (*_SERVER, *_PATIENT, ("grpc.max_receive_message_length", JOIN_NBYTES))
-
-
 def _noticing(silent: float | None) -> Options:
     if silent is None:
         return _FOR_BULK
     return _UNWATCHED if silent == inf else _impatient(silent)
 
 
-def server_credentials(own: Callable[[], Credentials], members_only: bool) -> grpc.ServerCredentials:
-    """The end of the hub, or of a member that listens, with the key that `own` gives at each handshake. With `members_only`, a peer
-    without a certificate of the authority is refused there.
+def server_credentials(own: Callable[[], Credentials]) -> grpc.ServerCredentials:
+    """The end of the hub, or of a member that listens, with the key that `own` gives at each handshake, which refuses a peer without a
+    certificate of the authority.
     """
 
     def configured(own: Credentials) -> grpc.ServerCertificateConfiguration:
-        authorities = own.authorities if members_only else None
-        return grpc.ssl_server_certificate_configuration([(own.key, own.certificate)], authorities)
+        return grpc.ssl_server_certificate_configuration([(own.key, own.certificate)], own.authorities)
 
     now = own()
 
@@ -112,14 +100,14 @@ def server_credentials(own: Callable[[], Credentials], members_only: bool) -> gr
         now = due
         return configured(due)
 
-    return grpc.dynamic_ssl_server_credentials(configured(now), renewed, members_only)
+    return grpc.dynamic_ssl_server_credentials(configured(now), renewed, True)
 
 
 def dial(
     host: str,
     port: int,
     authorities: bytes,
-    own: Credentials | None,
+    own: Credentials,
     most_nbytes: int = LIMIT_NBYTES,
     silent: float | None = None,
     dns: str = HUB,
@@ -128,11 +116,7 @@ def dial(
     `silent` it ends within so many seconds if nothing reaches the other end, although no connection was closed; with infinity, never.
     Without it, after minutes, as connections with bulk need.
     """
-    credentials = (
-        grpc.ssl_channel_credentials(authorities, own.key, own.certificate)
-        if own
-        else grpc.ssl_channel_credentials(authorities)
-    )
+    credentials = grpc.ssl_channel_credentials(authorities, own.key, own.certificate)
     options = [
         *_BOTH,
         *_noticing(silent),

@@ -22,10 +22,12 @@ import grpc
 import grpc.aio
 from cryptography import x509
 
-from thinwire.comm.secure.admission import ADMITTED, JOIN_HEAD
+from thinwire.comm.private_files import read_private
+from thinwire.comm.secure.admission import ADMISSION, JOIN_HEAD
 from thinwire.comm.secure.calls import Outdated, Refused, Unanswered, cause, explain
-from thinwire.comm.secure.channels import ADMITTED_NBYTES, JOIN, dial
+from thinwire.comm.secure.channels import RENEW
 from thinwire.comm.secure.frames import SAME_RELEASE
+from thinwire.comm.secure.joining import SPOKEN, Unlike, ask_to_join
 from thinwire.comm.secure.keys import (
     SKEW,
     Credentials,
@@ -38,7 +40,6 @@ from thinwire.comm.secure.keys import (
     write_private,
 )
 from thinwire.comm.secure.token import Token
-from thinwire.comm.secure.versions import JOINING, agreed_from, stated, states_range
 from thinwire.errors import ConfigurationError, LinkError
 
 ANSWER_SECONDS = 30.0  # most seconds of a hub's response
@@ -86,7 +87,7 @@ class Enrolment:
                 f"{own} holds the key of {self.name} at another hub; choose another folder, or remove it if that hub is gone. "
                 f"If the hub's authority was replaced while this machine was away, remove {own}/authority.* alone."
             )
-        self._key, self._kept, self._pins = key.read_bytes(), own / "authority.pem", pinned
+        self._key, self._kept, self._pins = read_private(key, "this member's key"), own / "authority.pem", pinned
         private(self._key, key)
         self._admitted: Admitted | None = None
 
@@ -111,10 +112,21 @@ class Enrolment:
             there = self._admitted = found
         return there
 
-    async def renewed(self, used: Admitted) -> None:
-        """Renew the certificate when it is due, and return once it is another than that of `used`. Raises like `admitted`."""
-        while (now := await self.admitted()).credentials is used.credentials:
-            await asyncio.sleep(min(max(now.due - time.time(), 0.0), 60.0))
+    async def renewed(self, channel: grpc.aio.Channel) -> Admitted:
+        """Wait until the certificate is due, and renew it over this connection to the hub, which goes on with it. So a renewal waits behind
+        nobody who joins; if that fails, this machine joins again with its key. Raises like `admitted`.
+        """
+        while (there := self._admitted) is None or time.time() <= there.due:
+            await asyncio.sleep(min(max(there.due - time.time(), 0.01), 60.0) if there else 1.0)
+        try:
+            raw = await channel.unary_unary(RENEW)(request(self._key, self.name), timeout=ANSWER_SECONDS)
+            admitted = self._opened(bytes(raw))
+            if admitted.credentials.authorities != there.credentials.authorities:
+                self._learn(admitted.credentials.authorities)
+        except (grpc.aio.AioRpcError, LinkError, OSError):
+            return await self.admitted()
+        self._admitted = admitted
+        return admitted
 
     async def _renewed(self) -> Admitted:
         try:
@@ -149,27 +161,20 @@ class Enrolment:
         authority = await self._authority()
         token, asked = self.token, request(self._key, self.name)
         head = JOIN_HEAD.pack(token.invitation, token.secret, len(self.name), len(asked))
-        async with dial(token.host, token.join_port, authority, None, ADMITTED_NBYTES) as channel:
-            try:
-                call = channel.unary_unary(JOIN)(
-                    head + self.name.encode() + asked, timeout=ANSWER_SECONDS, metadata=stated(JOINING)
-                )
-                raw = await call
-                agreed_from(await call.initial_metadata(), JOINING)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.PERMISSION_DENIED:
-                    served = states_range(error.initial_metadata(), JOINING)
-                    advice = f" {_ADVICE}" if served else ""
-                    raise Refused(f"{error.details()}.{advice}") from None
-                if error.code() is grpc.StatusCode.ABORTED:
-                    raise LinkError(
-                        f"the hub at {token.host}:{token.join_port} admits nobody now: {error.details()}"
-                    ) from None
-                raise LinkError(
-                    f"the hub at {token.host}:{token.join_port} does not answer ({cause(error.details())}). Check that the token is whole, that "
-                    "the hub runs, and that this machine can reach that port. If its authority was rotated while this machine was away, ask the "
-                    "hub's owner for a new token."
-                ) from None
+        try:
+            raw = await ask_to_join(
+                token.host, token.join_port, authority, head + self.name.encode() + asked, ANSWER_SECONDS, SPOKEN
+            )
+        except Unlike as error:
+            raise Refused(f"{error}.") from None
+        except Refused as error:
+            raise Refused(f"{error}. {_ADVICE}") from None
+        except (OSError, EOFError) as error:
+            raise LinkError(
+                f"the hub at {token.host}:{token.join_port} does not answer ({_cause(error)}). Check that the token is whole, that the hub runs, "
+                "and that this machine can reach that port. If its authority was rotated while this machine was away, ask the hub's owner for a "
+                "new token."
+            ) from None
         admitted = self._opened(bytes(raw))
         if admitted.credentials.authorities != authority:
             self._learn(admitted.credentials.authorities)
@@ -183,12 +188,12 @@ class Enrolment:
         write_private(self._kept, authorities)
 
     def _opened(self, raw: bytes) -> Admitted:
-        if len(raw) < ADMITTED.size:
+        if len(raw) < ADMISSION.size:
             raise LinkError(f"the hub's answer cannot be read; {SAME_RELEASE}")
-        certificate, authorities, run, elastic = ADMITTED.unpack_from(raw)
-        if len(raw) != ADMITTED.size + certificate + authorities + run:
+        certificate, authorities, run, elastic = ADMISSION.unpack_from(raw)
+        if len(raw) != ADMISSION.size + certificate + authorities + run:
             raise LinkError(f"the hub's answer cannot be read; {SAME_RELEASE}")
-        rest = raw[ADMITTED.size :]
+        rest = raw[ADMISSION.size :]
         both = certificate + authorities
         own = Credentials(self._key, rest[:certificate], rest[certificate:both])
         try:
@@ -227,21 +232,27 @@ def _pinned(pem: bytes, due: bytes) -> bool:
         return False
 
 
+def _cause(error: OSError | EOFError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return cause(error.verify_message)
+    if isinstance(error, EOFError):
+        return "it has ended the connection"
+    number = 0 if isinstance(error, ssl.SSLError) else error.errno or 0
+    return os.strerror(number) if number > 0 else error.strerror or f"nothing within {ANSWER_SECONDS:g} s"
+
+
 async def _shown(host: str, port: int) -> bytes:
     """The certificate that the server at this address presents. It is not trusted, and nothing is sent. Raises `LinkError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # its fingerprint is compared
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.set_alpn_protocols(["h2"])
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
     except OSError as error:
-        number = 0 if isinstance(error, ssl.SSLError) else error.errno or 0
-        why = os.strerror(number) if number > 0 else error.strerror or f"nothing within {ANSWER_SECONDS:g} s"
         raise LinkError(
-            f"the hub at {host}:{port} does not answer ({why}). Check that the token is whole, that the hub runs, and that this machine can reach "
-            "that port. If it has another address here, its owner starts it with --address, and makes a new token."
+            f"the hub at {host}:{port} does not answer ({_cause(error)}). Check that the token is whole, that the hub runs, and that this machine "
+            "can reach that port. If it has another address here, its owner starts it with --address, and makes a new token."
         ) from None
     try:
         shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,6 +203,10 @@ def _view(message: Tensor) -> memoryview:
     return message.numpy().data
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
 def join(
     token: str,
     name: str,
@@ -214,6 +219,7 @@ def join(
     listen: str = "",
     address: str = "",
     say: Callable[[str], object] = lambda state: None,
+    warn: Callable[[str], object] = _warn,
 ) -> SecureGroup:
     """Dial the hub of `token`, and join a group of `size` replicas. Returns when all have joined.
 
@@ -230,6 +236,8 @@ def join(
         listen: HOST:PORT at which other members may reach this one, so that packets need not go by the hub; "": no port is opened.
         address: HOST or HOST:PORT that they dial, if it is not `listen`.
         say: called on another thread with each new state of the wait, such as "waits for 1 of 3 members; here: bern, oslo".
+        warn: called on another thread when the hub, or a replica of the group, has been away for some seconds, with its name; a `RuntimeWarning`
+            by default. The group waits for it for longer.
 
     Raises:
         ConfigurationError: the token, the name or an address is not valid, or the port to listen at is taken.
@@ -244,6 +252,7 @@ def join(
     link = HubLink(
         enrolment, group_label(size, run), size, bits_per_second, _ADVICE, place, listen=at, say=say, run=run_digest(run)
     )  # fmt: skip
+    link.warn = warn
     return connected_group(link, timeout, timeout)
 
 

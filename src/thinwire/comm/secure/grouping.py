@@ -53,7 +53,9 @@ class HubGroups:
             self._add_relay(group)
 
     def join(self, connection: Connection, request: GroupRequest) -> None:
-        """Add a process to its group, or let it wait until all members have joined. Raises `LinkError`."""
+        """Add a process to its group, or let it wait until all members have joined. No other process of its name is connected. Raises
+        `LinkError`.
+        """
         if not 1 <= request.size <= frames.MEMBERS:
             raise LinkError(f"a group of {request.size} members was asked for; 1 to {frames.MEMBERS} are possible")
         if self._reconnects(connection, request.label):
@@ -67,10 +69,6 @@ class HubGroups:
                     "that speaks a protocol of each, and start them again"
                 )
         waiting = self._waiting.setdefault(request.label, waiting)
-        former = waiting[name][0] if name in waiting else connection
-        if former.process != connection.process:
-            former.refusal = _replaced(name)
-            former.end.set()
         waiting[name] = connection, request
         self._audit("waits", name, f"{len(waiting)} of {request.size} have joined")
         try:
@@ -148,8 +146,8 @@ class HubGroups:
             self._drop_if_empty(relay)
 
     def _reconnects(self, connection: Connection, label: bytes) -> bool:
-        """Whether this process is a member already, and connects again. A new process under the name of a member replaces it: then the old
-        process is removed. Raises `LinkError` if this process was removed before.
+        """Whether this process is a member already, and connects again. A new process under the name of a member replaces it, because the old
+        one has ended. Raises `LinkError` if this process was removed before.
         """
         name, process = connection.name, connection.process
         if reason := self._state.why_gone(label, name, process):
@@ -163,9 +161,6 @@ class HubGroups:
                     relay.connect(rank, connection)
                     return True
                 relay.leave(rank, frames.REPLACED)
-                if old := relay.connections.get(rank):
-                    old.refusal = _replaced(name)
-                    old.end.set()
         return False
 
     def _add_relay(self, group: Grouped) -> Relay:
@@ -192,7 +187,3 @@ def _tell(waiting: Waiting) -> None:
     for connection, _ in waiting.values():
         if connection.version >= frames.WAITS:
             connection.control.put_alone(frame)  # nothing else is sent before the group is formed
-
-
-def _replaced(name: str) -> str:
-    return f"another process has connected as {name}, with the same key"

@@ -1,8 +1,8 @@
 """The hub, which all members dial. It admits them, forms groups, and forwards their messages.
 
-It has two ports. At the first a new member sends the secret of an invitation and gets a certificate; the second accepts only members
-with a certificate. A killed hub that starts again continues where it was: its state is in its folder (`HubState`), and members send
-messages again that were in flight.
+It has two ports. One accepts only members with a certificate; at the other (joining.py) a new member sends the secret of an invitation and
+gets a certificate, which it renews at the first. A killed hub that starts again continues where it was: its state is in its folder
+(`HubState`), and members send messages again that were in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from thinwire.comm.secure import frames
+from thinwire.comm.secure import audit, frames
 from thinwire.comm.secure.admission import Admission
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.callers import Callers
@@ -30,19 +30,20 @@ from thinwire.comm.secure.channels import (
     BULK,
     CONTROL,
     FOLLOW,
-    JOIN,
     MEET,
     PUBLISH,
-    of_joiners,
+    RENEW,
     of_members,
     server_credentials,
 )
 from thinwire.comm.secure.fetch import Published, serve
 from thinwire.comm.secure.grouping import GroupRequest, HubGroups
 from thinwire.comm.secure.invitations import invite
-from thinwire.comm.secure.keys import Authorities, Credentials, private_folder
+from thinwire.comm.secure.joining import JoinPort, server_tls
+from thinwire.comm.secure.keys import Authorities, Credentials, opened_request, private_folder
+from thinwire.comm.secure.limits import MemberRates
 from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.proxy import TcpProxy
+from thinwire.comm.secure.proxy import Bounds, PublicPort, TcpProxy
 from thinwire.comm.secure.relay import LOOK_SECONDS, Connection, Pipe
 from thinwire.comm.secure.requests import HubRequester, RequestHandler, opened_meet, serving_requests
 from thinwire.comm.secure.runs import HubRuns
@@ -55,7 +56,6 @@ from thinwire.comm.secure.streams import (
     Refusing,
     first,
     reading,
-    unary,
     writing,
 )
 from thinwire.comm.secure.tasks import run_until_one_ends
@@ -66,6 +66,7 @@ from thinwire.errors import DataError, LinkError, PacketError
 
 LIFETIME = timedelta(hours=1)  # lifetime of a member's certificate
 OWN_LIFETIME = timedelta(days=7)  # lifetime of the hub's certificate
+RENEWAL_FRAMES = 64  # what a certificate costs the hub, in frames
 STREAMS = 8  # most bulk streams of each connection
 STRANGER_SECONDS = 20.0  # most seconds until a connection authenticates, or joins
 PATIENCE = 60.0  # seconds without a connection after which a member counts as gone
@@ -110,13 +111,18 @@ class Hub:
         self._state = HubState(folder)
         self._admission = Admission(folder, self._state, self._authorities, self._audit, lifetime, registry is not None)
         self._callers = Callers(self._state, self._authorities)
+        self._rates = MemberRates(
+            lambda name, number: self._audit.count(
+                "delayed", name, "frames, which came faster than a member needs", number
+            )
+        )
         self._uploads = Uploads(publishers, self._audit)
         patience = patience or (ELASTIC_PATIENCE if registry else PATIENCE)
         self._groups = HubGroups(self._state, self._audit, patience, stays=registry is None)
         self._connections: dict[int, Connection] = {}
         self._closed = False
-        self._servers: list[Any] = []
-        self._proxies: list[TcpProxy] = []
+        self._server: Any = None
+        self._ports: list[PublicPort] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._runs = HubRuns(registry, self._state, self._audit, self._lost) if registry else None
         self._thread = LoopThread.shared()
@@ -158,24 +164,17 @@ class Hub:
     async def _start(self, host: str, port: int) -> tuple[int, int]:
         before = (self._state.meta("ports") or "0 0").split()
         ports = (port, port + 1) if port else tuple(map(int, before))
-        bound = []
-        for place, (options, handlers, own) in enumerate(
-            (
-                (of_members(), self._of_members, self._credentials),
-                (of_joiners(), {JOIN: unary(self._admission.join)}, lambda: self._as_authority),
-            )
-        ):
-            members = place == 0
-            server = grpc.aio.server(
-                handlers=(Handlers(handlers),), options=options, maximum_concurrent_rpcs=STREAMS_OF_ALL
-            )
-            self._servers.append(server)
-            inner = server.add_secure_port("127.0.0.1:0", server_credentials(own, members))
-            await server.start()
-            proxy = TcpProxy(self._audit, inner, STRANGER_SECONDS, members)
-            (self._callers if members else self._admission).proxy = proxy  # before the first call
-            bound.append(await proxy.open(host, ports[place]))
-            self._proxies.append(proxy)
+        bounds = Bounds()  # of both ports together
+        self._proxy = self._callers.proxy = TcpProxy(self._audit, STRANGER_SECONDS, bounds=bounds)
+        joining = JoinPort(self._audit, STRANGER_SECONDS, lambda: self._tls, self._admission.join, bounds)
+        self._ports = [self._proxy, joining]
+        self._admission.granted = self._granted
+        self._server = grpc.aio.server(
+            handlers=(Handlers(self._of_members),), options=of_members(), maximum_concurrent_rpcs=STREAMS_OF_ALL
+        )
+        self._server.add_secure_port(f"unix:{self._proxy.inner}", server_credentials(self._credentials))
+        await self._server.start()
+        bound = [await each.open(host, number) for each, number in zip(self._ports, ports)]
         self._tasks = [asyncio.create_task(self._look())]
         if self._runs:
             self._tasks.append(asyncio.create_task(self._runs.ticking(self._groups)))
@@ -188,12 +187,14 @@ class Hub:
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in self._connections.values():
             connection.end.set()
-        for proxy in self._proxies:
-            await proxy.close()
-        servers, self._servers = self._servers, []  # gRPC's own thread ends with the last server
-        for server in servers:
+        ports, self._ports = self._ports, []
+        for port in ports:
+            await port.close()
+        server, self._server = self._server, None  # gRPC's own thread ends with it
+        if server:
             await server.stop(0)
         self._uploads.close()
+        self._audit.flush()
 
     def _credentials(self) -> Credentials:
         """The hub's own credentials, renewed after half of their lifetime, and if the clock was set back: others compare it with theirs."""
@@ -205,7 +206,8 @@ class Hub:
         """Present the authority in force, and trust all of them."""
         self._authorities = authorities
         self._own = authorities.own.hub_credentials(OWN_LIFETIME, authorities.trusted)
-        self._as_authority, self._made = authorities.own.own_credentials(), time.time()
+        self._tls, self._made = server_tls(), time.time()
+        authorities.own.present_in(self._tls)
 
     def _look_at_authorities(self) -> None:
         """If the authorities have changed, close all connections; `Callers` asks members without a new certificate to get one."""
@@ -226,12 +228,30 @@ class Hub:
             MEET: grpc.stream_stream_rpc_method_handler(bounded(self._meet)),
             FOLLOW: grpc.unary_stream_rpc_method_handler(bounded(self._follow)),
             PUBLISH: grpc.stream_stream_rpc_method_handler(bounded(self._publish)),
+            RENEW: grpc.unary_unary_rpc_method_handler(self._renew),
         }
 
     # Members.
 
+    async def _renew(self, raw: bytes, context: Any) -> bytes:
+        """A fresh certificate for a member that is connected, which needs no connection for it."""
+        async with Refusing(self._audit, context, self._proxy):
+            name, _expires = self._callers.identify(context)
+            await self._rates.spend(name, RENEWAL_FRAMES)
+            found = opened_request(raw)
+            self._callers.check_key(name, found)
+            answer = self._admission.issued(name, found)
+            self._granted(name)
+        return answer
+
+    def _granted(self, name: str) -> None:
+        """Called when this member has a fresh certificate: its connections last as long."""
+        for connection in self._connections.values():
+            if connection.name == name:
+                connection.expires = time.time() + self._admission.lifetime.total_seconds()
+
     async def _control(self, _: Any, context: Any) -> None:
-        async with Refusing(self._audit, context, self._proxies[0]):
+        async with Refusing(self._audit, context, self._proxy):
             name, expires = self._callers.trainer(context)
             version = await agreed_with_member(context)
             frame = frames.opened(await first(context), 0, [frames.HELLO], version)
@@ -245,8 +265,9 @@ class Hub:
                         for one in (run, frames.with_reducer(run))
                     ),
                 )
-            with self._connected(context, name, process, expires, None) as connection:
+            with self._connected(context, name, process, expires, None, label) as connection:
                 connection.version = version
+                await self._former_has_ended(connection)
                 try:
                     self._groups.join(connection, GroupRequest.read(frame, of_run))
                     await self._serve(context, connection, connection.control, self._said(connection), version)
@@ -255,7 +276,7 @@ class Hub:
 
     async def _meet(self, _: Any, context: Any) -> None:
         """Answer the requests of a member of an elastic run."""
-        async with Refusing(self._audit, context, self._proxies[0]):
+        async with Refusing(self._audit, context, self._proxy):
             name, expires = self._callers.trainer(context)
             if self._runs is None:
                 raise LinkError("groups at this hub are fixed; for elastic runs start it with --elastic")
@@ -264,10 +285,11 @@ class Hub:
             self._callers.check_bound(name, lambda known: known == run)
             connected = self._connected(context, name, process, expires, run)
             with self._runs.used(run, name) as registry, connected as connection:
-                requester = HubRequester(name, process, self._proxies[0].remote_address(context.peer()))
+                await self._former_has_ended(connection)
+                requester = HubRequester(name, process, self._proxy.remote_address(context.peer()))
                 try:
                     await self._run_until_one_ends(
-                        connection, [serving_requests(context, registry, requester, version)]
+                        connection, [serving_requests(context, registry, requester, version, self._rates)]
                     )
                 finally:
                     alike = [one for one in self._connections.values() if (one.name, one.process) == (name, process)]
@@ -276,7 +298,7 @@ class Hub:
 
     async def _follow(self, question: bytes, context: Any) -> None:
         """Answer a follower. It is identified at each request, so a revoked one is refused."""
-        async with Refusing(self._audit, context, self._proxies[0]):
+        async with Refusing(self._audit, context, self._proxy):
             _name, expires = self._callers.identify(context)
             if expires < time.time():
                 raise Outdated("the certificate of this follower has expired")
@@ -291,16 +313,17 @@ class Hub:
 
     async def _publish(self, _: Any, context: Any) -> None:
         """Take a version from a publisher. It is identified at each chunk, so a revoked one is refused."""
-        async with Refusing(self._audit, context, self._proxies[0]):
+        async with Refusing(self._audit, context, self._proxy):
             await self._uploads.take(context, lambda: self._callers.trainer(context))
 
     @contextmanager
     def _connected(
-        self, context: Any, name: str, process: bytes, expires: float, run: str | None
+        self, context: Any, name: str, process: bytes, expires: float, run: str | None, label: bytes = b""
     ) -> Iterator[Connection]:
         """A context in which this connection is registered. Raises `LinkError` at the end if it was revoked."""
-        received = partial(self._proxies[0].received, context.peer())
-        connection = Connection(randbits(64), name, process, expires, received, run)
+        received = partial(self._proxy.received, context.peer())
+        address = self._proxy.remote_address(context.peer())
+        connection = Connection(randbits(64), name, process, expires, received, run, label, address)
         self._connections[connection.number] = connection
         try:
             yield connection
@@ -310,6 +333,27 @@ class Hub:
         if connection.refusal:
             raise LinkError(connection.refusal)
 
+    async def _former_has_ended(self, connection: Connection) -> None:
+        """Wait until no other process of this member is in the same place. One that was killed has ended, or is silent and ends soon; raise
+        `LinkError` if it lives: then the member's folder was copied, and the run of the former goes on.
+        """
+        for former in list(self._connections.values()):  # in the order in which they came
+            if former is connection:
+                return
+            nbytes, looks = -1, 0
+            while connection.takes_place_of(former) and not former.end.is_set():
+                if (
+                    looks > 1 and former.nbytes != nbytes
+                ):  # what came before may have been on its way when its process ended
+                    since = time.strftime("%H:%M:%S", time.gmtime(former.since))
+                    raise LinkError(
+                        f"{connection.name} trains already: a process with the same key is connected from {former.address} since {since} UTC, and "
+                        f"lives; this one came from {connection.address}. Stop one of them. If this folder is a copy, delete its key, and join with "
+                        "another token and --name"
+                    )
+                nbytes, looks = former.nbytes, looks + 1
+                await asyncio.sleep(LOOK_SECONDS)
+
     def _lost(self, name: str, incarnation: str) -> None:
         """End the connections of a member that has been silent for too long."""
         for connection in self._connections.values():
@@ -317,7 +361,7 @@ class Hub:
                 connection.end.set()
 
     async def _bulk(self, _: Any, context: Any) -> None:
-        async with Refusing(self._audit, context, self._proxies[0]):
+        async with Refusing(self._audit, context, self._proxy):
             name, _expires = self._callers.trainer(context)
             version = await agreed_with_member(context)
             frame = frames.opened(await first(context), 0, [frames.ATTACH], version)
@@ -348,7 +392,11 @@ class Hub:
     ) -> None:
         """Read and write until the stream or the connection ends. Raises `PacketError` for a frame that is not allowed."""
         await self._run_until_one_ends(
-            connection, [reading(context, handles, version), writing(context, pipe, version)]
+            connection,
+            [
+                reading(context, handles, version, self._rates, connection.name),
+                writing(context, pipe, version, self._rates, connection.name),
+            ],
         )
 
     async def _run_until_one_ends(self, connection: Connection, works: list[Coroutine[Any, Any, object]]) -> None:
@@ -371,6 +419,7 @@ class Hub:
 
     def _looked(self, before: int) -> int:
         """One look; returns the version of the state, which was `before` at the last one. What writes comes last: the disk may be full."""
+        self._audit.flush(audit.SECONDS)
         for connection in list(self._connections.values()):
             if why := connection.why_over(time.time()):
                 self._audit("ended", connection.name, why)

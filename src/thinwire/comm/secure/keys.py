@@ -11,6 +11,8 @@ import fcntl
 import hashlib
 import os
 import re
+import ssl
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from thinwire.comm.private_files import read_private
 from thinwire.errors import ConfigurationError, LinkError
 
 HUB = "hub.thinwire"
@@ -129,7 +132,7 @@ class Authority:
             made = new_key()
             write_private(key, made)
             write_private(certificate, _authority_certificate(private(made)))
-        self._key = private(key.read_bytes(), key)
+        self._key = private(read_private(key, "the key of the hub's authority"), key)
         self.pem = certificate.read_bytes()
         try:
             self.certificate = x509.load_pem_x509_certificate(self.pem)
@@ -174,12 +177,17 @@ class Authority:
         certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime, since)
         return Credentials(key, certificate, trusted)
 
-    def own_credentials(self) -> Credentials:
-        """The authority's certificate as a server's, so that a member with its fingerprint can check the server."""
+    def present_in(self, context: ssl.SSLContext) -> None:
+        """Have a server present the authority's own certificate, so that a machine that knows its fingerprint can check the server."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        return Credentials(key, self.pem, self.pem)
+        with tempfile.NamedTemporaryFile(
+            prefix="thinwire-"
+        ) as file:  # only its owner can read it; `ssl` reads files alone
+            file.write(key + self.pem)
+            file.flush()
+            context.load_cert_chain(file.name)
 
 
 class Authorities:
@@ -223,12 +231,13 @@ class Authorities:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """A context in which no other thread or process reads or changes the authorities of `folder`: a hub runs while its owner rotates them."""
-    lock = os.open(folder / "authority.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = os.open(folder / "authority.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks; waiting for one that is taken is no error
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(lock)
+        os.close(file)
 
 
 def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -256,7 +265,7 @@ def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
 def private_folder(folder: Path) -> Path:
     """Make `folder`, which only its owner can read, if it is missing; return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with suppress(PermissionError):  # owned by another user; the files in it are private
+    with suppress(OSError):  # owned by another user, or a file system without modes; the files in it are private
         folder.chmod(0o700)
     return folder
 
@@ -279,6 +288,7 @@ def write_private(path: Path, data: bytes) -> None:
         raise
     folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        with suppress(OSError):  # a file system that does not flush folders
+            os.fsync(folder)
     finally:
         os.close(folder)

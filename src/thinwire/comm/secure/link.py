@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from math import inf
 from typing import Any
 
 import grpc
@@ -19,9 +20,9 @@ import grpc.aio
 
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Broken, Refused, explain, read, welcomed, written
+from thinwire.comm.secure.calls import Refused, explain, read, welcomed, written
 from thinwire.comm.secure.channels import BULK, CONTROL, dial
-from thinwire.comm.secure.enrol import Admitted, Enrolment
+from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
 from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.messages import InFlight
@@ -42,6 +43,7 @@ ANSWERS = 4096  # control frames that wait to be sent, with which a peer that fl
 CONNECTED = "is connected to the hub"  # the state of a link
 _REVOKED = "Another replica takes its place (thinwire docs secure); then start all again with --resume."
 _REDUCER_GONE = "Its log is reducer.txt in the hub's folder; start the hub again if the reducer's process has ended."
+AWAY_SECONDS = 3.0  # a member, or the hub, that is away for so long is named
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # seconds before the next attempt; a restarted hub waits for `ELASTIC_PATIENCE`
 
 
@@ -89,6 +91,10 @@ class HubLink:
         self.state = "is connecting to the hub"
         self.uploaded = 0  # bytes of frames sent to the hub
         self.straight = Straight(self, enrolment, listen, silent)
+        self.warn: Callable[[str], object] = lambda text: (
+            None
+        )  # called in the loop's thread when the hub, or a member, has been away for long
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def welcome(self) -> Welcome | None:
@@ -108,6 +114,7 @@ class HubLink:
     async def begin(self) -> None:
         """Connect, and stay connected until `leave`."""
         self._task = asyncio.create_task(self._serve())
+        self._watching = asyncio.create_task(self._watch())
 
     def place(self, seconds: float) -> Welcome:
         """Wait until all members have joined; return this member's place in the group. Call it from another thread. Raises `LinkError`."""
@@ -159,10 +166,35 @@ class HubLink:
                     await asyncio.wait([self._task])  # the hub ends the streams when it has received this
         except TimeoutError:
             pass
-        if self._task:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        for task in (self._task, self._watching):
+            if task:
+                task.cancel()
+                await asyncio.wait([task])
         await self.straight.close()
+
+    async def _watch(self) -> None:
+        """Say once of each outage that the hub, or a member, has been away for `AWAY_SECONDS`: until the group ends for it, nothing else would."""
+        since: dict[str, float] = {}
+        while self._task and not self._task.done():
+            away = self._away()
+            since = {name: since.get(name, time.monotonic()) for name in away}  # inf: it was named
+            for name, began in since.items():
+                if time.monotonic() - began >= AWAY_SECONDS:
+                    since[name] = inf
+                    self.warn(f"{time.strftime('%H:%M:%S')} {name} {away[name]}")
+            await asyncio.sleep(AWAY_SECONDS / 6)
+
+    def _away(self) -> dict[str, str]:
+        """Who is without the hub, and what is said of it."""
+        if self._place is None or self._leaving:
+            return {}
+        if self.state != CONNECTED:  # then it does not know of the others
+            return {self.enrolment.name: f"{self.state}; it dials again"}
+        return {
+            name: "is not connected to the hub; after a minute it counts as lost"
+            for peer, name in enumerate(self._place.names)
+            if peer not in (self.rank, *self._connections, *self.messages.gone)
+        }
 
     @property
     def _going(self) -> bool:
@@ -209,22 +241,28 @@ class HubLink:
         of_hub = token.host, token.port, own.authorities, own
         # The control connection detects silence for all, because no bulk is queued before its pings.
         channels = [dial(*of_hub, silent=self._silent), *(dial(*of_hub) for _ in range(CHANNELS))]
+        renewals: asyncio.Task[None] | None = None
         try:
             control = channels[0].stream_stream(CONTROL)(metadata=stating_run(self._run))
             self._version = await agreed_with_hub(control, self._silent)
+            renewals = asyncio.create_task(self._renewals(channels[0]))
             welcome, sequence = await self._greeted(control)
             before = connections(token.port)
             bulk = [channel.stream_stream(BULK)(metadata=stated()) for channel in channels[1:]]
-            for stream in bulk:
+            for stream in bulk:  # before the hub has identified the connection, it takes few bytes of it
+                await agreed_with_hub(stream, self._silent)
                 attach = frames.packed(frames.ATTACH, welcome.connection)
                 await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
             for connection in connections(token.port) - before:
                 pace({connection}, self.rate)  # each to the whole rate, because chunks leave one after the other
             keep_from_children(connections(token.port))
-            await self._carry(control, sequence, bulk, admitted)
+            await self._carry(control, sequence, bulk, renewals)
         except grpc.aio.AioRpcError as error:
             raise explain(error) from None
         finally:
+            if renewals:
+                renewals.cancel()
+                await asyncio.gather(renewals, return_exceptions=True)
             for channel in channels:
                 await channel.close(None)
 
@@ -256,11 +294,16 @@ class HubLink:
             self._placed.set_result(welcome)
         return welcome, sequence
 
-    async def _carry(self, control: Any, sequence: int, bulk: list[Any], admitted: Admitted) -> None:
-        """Carry frames both ways until a stream ends or the certificate was renewed."""
+    async def _renewals(self, channel: grpc.aio.Channel) -> None:
+        while True:
+            admitted = await self.enrolment.renewed(channel)
+            await self.straight.begin(admitted.credentials)
+
+    async def _carry(self, control: Any, sequence: int, bulk: list[Any], renewals: asyncio.Task[None]) -> None:
+        """Carry frames both ways until a stream ends."""
         reads = [*(self._hear(stream, 0) for stream in bulk), self._hear(control, sequence)]
         writes = self._speak([control], True), self._speak(bulk, False)
-        for error in await run_until_one_ends(*reads, *writes, _renewal(self.enrolment, admitted)):
+        for error in await run_until_one_ends(*reads, *writes, _ended(renewals)):
             if not (self._leaving and isinstance(error, LinkError)):
                 raise error
 
@@ -394,7 +437,5 @@ class HubLink:
         self.uploaded += len(frame)
 
 
-async def _renewal(enrolment: Enrolment, used: Admitted) -> None:
-    """End the connection when the certificate was renewed; the next one uses the new certificate."""
-    await enrolment.renewed(used)
-    raise Broken("the certificate was renewed")
+async def _ended(task: asyncio.Task[None]) -> None:
+    await task

@@ -114,9 +114,9 @@ class MemberServer:
             method: grpc.stream_stream_rpc_method_handler(partial(self._serve, method)) for method in (STRAIGHT, LIVE)
         }
         server = grpc.aio.server(handlers=(Handlers(handlers),), options=of_members(inf), maximum_concurrent_rpcs=256)
-        inner = server.add_secure_port("127.0.0.1:0", server_credentials(self._credentials, True))
+        proxy = TcpProxy(self._audit, STRANGER_SECONDS, owner="this member")
+        server.add_secure_port(f"unix:{proxy.inner}", server_credentials(self._credentials))
         await server.start()
-        proxy = TcpProxy(self._audit, inner, STRANGER_SECONDS, True, "this member")
         try:
             port = await proxy.open(self._listen.host, self._listen.port)
         except LinkError as error:
@@ -130,6 +130,7 @@ class MemberServer:
         server, self._server = self._server, None
         if server:
             await self._proxy.close()
+            self._audit.flush()
             await server.stop(0)
 
     def _credentials(self) -> Credentials:

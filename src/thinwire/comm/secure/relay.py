@@ -85,12 +85,16 @@ class Connection:
     Args:
         received: the bytes that have come so far over the connection of its control stream, in which no bulk stands before a ping.
         run: it is the stream of this process's requests in the elastic run of this name.
+        label: that of its fixed group, or of its view's.
+        address: from which it comes.
     """
 
     def __init__(
-        self, number: int, name: str, process: bytes, expires: float, received: Callable[[], int], run: str | None
+        self, number: int, name: str, process: bytes, expires: float, received: Callable[[], int], run: str | None,
+        label: bytes = b"", address: str = "",
     ) -> None:  # fmt: skip
         self.number, self.name, self.process, self.expires, self.run = number, name, process, expires, run
+        self.label, self.address, self.since = label, address, time.time()
         self._received, self._before, self._silent = received, -1, 0
         self.control, self.bulk, self.end = Pipe(), Pipe(), asyncio.Event()
         self.streams = 0  # number of bulk streams
@@ -98,6 +102,16 @@ class Connection:
         self.relay: Relay | None = None
         self.rank = 0
         self.version = 0  # of its frames
+
+    def takes_place_of(self, other: Connection) -> bool:
+        """Whether it is of another process than `other`, with the same name in the same group or run."""
+        here, there = (self.name, self.run, self.label), (other.name, other.run, other.label)
+        return here == there and self.process != other.process
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that have come from it."""
+        return self._received()
 
     def why_over(self, now: float) -> str:
         """Look at it: why it is over, if it is. Looks are counted and not seconds, so a hub that stood still ends nobody for that."""

@@ -19,6 +19,7 @@ from thinwire.comm.secure.calls import read, written
 from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dial
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.keys import check_name
+from thinwire.comm.secure.limits import MemberRates
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.state import KeptRun
 from thinwire.comm.secure.versions import agreed_with_hub, stated
@@ -65,10 +66,13 @@ class RequestHandler(Protocol):
         """The response. Raises `PacketError` for a request that is not allowed."""
 
 
-async def serving_requests(context: Any, registry: RequestHandler, requester: HubRequester, version: int) -> None:
+async def serving_requests(
+    context: Any, registry: RequestHandler, requester: HubRequester, version: int, rates: MemberRates
+) -> None:
     """Run on the hub for each stream of requests. Raises `PacketError`."""
     sequence = 1
     while (raw := await context.read()) is not grpc.aio.EOF:
+        await rates.spend(requester.name)
         answer = await registry.answer(requester, _opened(frames.opened(raw, sequence, [frames.ASK], version)))
         await context.write(frames.head(frames.ANSWER, 0, sequence - 1, version) + _packed(answer))
         sequence += 1
@@ -86,10 +90,10 @@ def opened_meet(frame: frames.Frame) -> tuple[bytes, str]:
 
 
 class _Stream:
-    """A stream of requests with one certificate. `renewed` is done when there is another one."""
+    """A stream of requests. `renewals` keeps the certificate fresh, and ends only if the hub refuses that."""
 
-    def __init__(self, channel: grpc.aio.Channel, call: Any, version: int, renewed: asyncio.Task[None]) -> None:
-        self._channel, self._call, self._version, self.renewed, self._sequence = channel, call, version, renewed, 1
+    def __init__(self, channel: grpc.aio.Channel, call: Any, version: int, renewals: asyncio.Task[None]) -> None:
+        self._channel, self._call, self._version, self.renewals, self._sequence = channel, call, version, renewals, 1
 
     async def ask(self, question: bytes) -> dict[str, Any]:
         await written(self._call, frames.head(frames.ASK, 0, self._sequence, self._version) + question)
@@ -98,12 +102,12 @@ class _Stream:
         return _opened(frame)
 
     async def close(self) -> None:
-        self.renewed.cancel()
-        await asyncio.gather(self.renewed, self._channel.close(None), return_exceptions=True)
+        self.renewals.cancel()
+        await asyncio.gather(self.renewals, self._channel.close(None), return_exceptions=True)
 
 
 class HubChannel:
-    """A member's end of the stream, which is replaced when its certificate was renewed. For one thread at a time, except `close`. After its
+    """A member's end of the stream, over which its certificate is renewed. For one thread at a time, except `close`. After its
     first `LinkError` make a new one.
 
     Args:
@@ -167,27 +171,18 @@ class HubChannel:
         except BaseException:
             await channel.close(None)
             raise
-        return _Stream(channel, call, version, asyncio.create_task(self._enrolment.renewed(admitted)))
+        return _Stream(channel, call, version, asyncio.create_task(self._renewals(channel)))
+
+    async def _renewals(self, channel: grpc.aio.Channel) -> None:
+        while True:
+            await self._enrolment.renewed(channel)
 
     async def _asked(self, question: bytes) -> dict[str, Any]:
-        if (former := self._stream) and former.renewed.done():
-            await self._replaced(former)
-        if self._stream is None:
+        if (stream := self._stream) is None:
             raise LinkError("the connection to the hub is closed")
-        return await self._stream.ask(question)
-
-    async def _replaced(self, former: _Stream) -> None:
-        """Use a stream with the new certificate. The hub hears it before the former ends, so nobody is told that this replica has left."""
-        stream = await self._opened()
-        try:
-            await stream.ask(_packed({"do": "beat"}))
-        except BaseException:
-            await stream.close()
-            raise
-        unused = stream
-        if self._stream is former:  # it was not closed meanwhile
-            self._stream, unused = stream, former
-        await unused.close()
+        if stream.renewals.done():
+            await stream.renewals  # raises why
+        return await stream.ask(question)
 
 
 def _packed(said: dict[str, Any]) -> bytes:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hmac import compare_digest
 from pathlib import Path
 
+from thinwire.comm.private_files import check_private
 from thinwire.comm.secure.frames import REASONS
 from thinwire.errors import ConfigurationError, LinkError
 
@@ -116,7 +117,11 @@ class HubState:
 
     def __init__(self, folder: Path) -> None:
         path = folder / FILE
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            check_private(os.fstat(file), path, "the members of this hub")
+        finally:
+            os.close(file)
         self._base = sqlite3.connect(path, timeout=600.0, isolation_level=None, check_same_thread=False)
         self._base.execute("pragma synchronous = full")
         self._base.executescript(_TABLES)

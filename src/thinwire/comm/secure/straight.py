@@ -32,6 +32,7 @@ from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
 from thinwire.comm.secure.heartbeats import live
 from thinwire.comm.secure.keys import Credentials, member_dns
+from thinwire.comm.secure.limits import TokenBucket
 from thinwire.comm.secure.listening import Greeted, Listen, MemberServer, dialable
 from thinwire.comm.secure.measuring import Measuring, Says
 from thinwire.comm.secure.posted import Posted
@@ -42,6 +43,7 @@ from thinwire.errors import LinkError, PacketError
 
 STREAMS = 2  # to each peer that listens
 ACCEPTED = 8  # most streams from one peer
+DIALS_AT_ONCE, DIALS_PER_SECOND = 8, 0.1  # to the addresses that one peer names, however often it names another
 _PAUSES = (0.1, 0.5, 2.0, 10.0, 30.0)  # seconds before the next attempt to dial
 
 
@@ -93,6 +95,7 @@ class Straight:
         self._server = MemberServer(listen, self.audit, self._admit, carry) if listen else None
         self._paths: dict[int, list[Path]] = {}
         self._dials: dict[int, asyncio.Task[None]] = {}
+        self._allowed: dict[int, TokenBucket] = {}  # dials, by peer: it may come back with another address each time
         self._kept: dict[int, PeerStreams] = {}  # by peer: the streams that it has dialled
         self._measuring = Measuring(link, self._chosen)
         self._found: tuple[Measured, int] | None = None  # as announced, and the number of measured pairs
@@ -218,7 +221,10 @@ class Straight:
     async def _dial(self, peer: int, host: str, port: int) -> None:
         """Keep streams to `peer`."""
         failures = 0
+        allowed = self._allowed.setdefault(peer, TokenBucket(DIALS_PER_SECOND, DIALS_AT_ONCE))
         while True:
+            while seconds := allowed.take(1):
+                await asyncio.sleep(seconds)
             kept, stood = PeerStreams(), asyncio.Event()
             try:
                 async with self._dialled(peer, host, port, LIVE) as greeted:

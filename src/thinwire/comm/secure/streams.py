@@ -14,12 +14,16 @@ import grpc.aio
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.calls import Outdated
+from thinwire.comm.secure.limits import MemberRates
 from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.relay import Pipe, flatten
 from thinwire.errors import LinkError, PacketError
 
 STREAMS_OF_ALL = 1024  # open at a time
 STREAMS_OF_MEMBER = 128  # of these; a member needs a few, and more for a while after its link was cut
+_LONG_NBYTES = frames.CHUNK_NBYTES // 2
+# A PULL asks for a message, or its refusal. A message is acknowledged, and its buffer asks for the next.
+_ANSWERS = {frames.PING: 1, frames.PULL: 1, frames.DATA: 3, frames.BACK: 8}
 HELLO_SECONDS = 30.0  # most seconds until an authenticated member sends its first frame
 
 Handle = Callable[[frames.Frame], None]
@@ -91,10 +95,6 @@ class Bounded:
         return some
 
 
-def unary(method: Callable[[bytes, Any], Awaitable[bytes]]) -> grpc.RpcMethodHandler:
-    return grpc.unary_unary_rpc_method_handler(method)
-
-
 async def first(context: Any) -> bytes:
     async with asyncio.timeout(HELLO_SECONDS):
         raw = await context.read()
@@ -103,18 +103,24 @@ async def first(context: Any) -> bytes:
     return bytes(raw)
 
 
-async def reading(context: Any, handles: dict[int, Handle], version: int) -> None:
+async def reading(context: Any, handles: dict[int, Handle], version: int, rates: MemberRates, name: str) -> None:
+    """Read the frames of the member `name`, not faster than it may send them."""
     kinds: Sequence[int] = tuple(handles)
     sequence = 1
     while (raw := await context.read()) is not grpc.aio.EOF:
         frame = frames.opened(raw, sequence, kinds, version)
+        if frame.kind != frames.DATA or len(frame.body) < _LONG_NBYTES:
+            await rates.spend(name)
         handles[frame.kind](frame)
         sequence += 1
 
 
-async def writing(context: Any, pipe: Pipe, version: int) -> None:
+async def writing(context: Any, pipe: Pipe, version: int, rates: MemberRates, name: str) -> None:
+    """Write the frames in `pipe` to the member `name`, and let it answer those that ask for an answer."""
     sequence = 0
     while True:
         frame = await pipe.get()
+        if answers := _ANSWERS.get(frame.kind):
+            rates.earn(name, answers)
         await context.write(flatten(frame, sequence, version))
         sequence += 1

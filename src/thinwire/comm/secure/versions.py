@@ -1,8 +1,8 @@
 """The version of what a member and the hub send each other: the newest that both speak.
 
 Both state their range at the first message, in the metadata of gRPC, before anything is read: so a message of any version is read as
-what it is. There are four kinds, each with its own range: the frames of a group, requests to join, and requests of followers and of
-publishers.
+what it is. There are three kinds, each with its own range: the frames of a group, and requests of followers and of publishers. Requests to
+join have another way (joining.py).
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ from typing import Any
 
 from thinwire.comm.secure.calls import Broken, Refused, check_open
 from thinwire.errors import PacketError
-from thinwire.version import FOLLOWER_REQUESTS, HUB_FRAMES, JOIN_REQUESTS, PUBLISHER_REQUESTS, Protocols, newest_of_both
+from thinwire.version import FOLLOWER_REQUESTS, HUB_FRAMES, PUBLISHER_REQUESTS, Protocols, newest_of_both
 
-FRAMES, JOINING, FOLLOWING, PUBLISHING = "frames", "requests to join", "requests of followers", "requests of publishers"
-RANGES = {
-    FRAMES: HUB_FRAMES, JOINING: JOIN_REQUESTS, FOLLOWING: FOLLOWER_REQUESTS, PUBLISHING: PUBLISHER_REQUESTS,
-}  # fmt: skip
-_KEYS = {
-    FRAMES: "thinwire-frames", JOINING: "thinwire-join", FOLLOWING: "thinwire-follow", PUBLISHING: "thinwire-publish",
-}  # fmt: skip
+FRAMES, FOLLOWING, PUBLISHING = "frames", "requests of followers", "requests of publishers"
+RANGES = {FRAMES: HUB_FRAMES, FOLLOWING: FOLLOWER_REQUESTS, PUBLISHING: PUBLISHER_REQUESTS}
+_KEYS = {FRAMES: "thinwire-frames", FOLLOWING: "thinwire-follow", PUBLISHING: "thinwire-publish"}
 _RUN = "thinwire-run"
-_MEMBERS = {FRAMES: "replica", JOINING: "machine", FOLLOWING: "follower", PUBLISHING: "publisher"}
+_MEMBERS = {FRAMES: "replica", FOLLOWING: "follower", PUBLISHING: "publisher"}
 
 
 def stated(kind: str = FRAMES) -> tuple[tuple[str, str], ...]:

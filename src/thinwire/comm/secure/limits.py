@@ -1,0 +1,110 @@
+"""Bounds on what strangers, and what each member, may cost: token buckets, and turns in which nobody waits behind many of another.
+
+Whatever is over a bound is not refused but read later: TCP then holds its sender back, and the kernel's buffers are the only place where it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+FRAMES_PER_SECOND, FRAMES_AT_MOST, FRAMES_AT_ONCE = 400, 2000, 2048  # of one member
+
+
+class TokenBucket:
+    """Allows `burst` at once and `rate` a second in the long run. `now` is the clock."""
+
+    def __init__(self, rate: float, burst: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._burst, self._now = rate, burst, now
+        self._tokens, self._since = burst, now()
+
+    def take(self, number: float) -> float:
+        """Take `number` tokens if they are there, and return 0.0; otherwise take none, and return the seconds until they will be."""
+        self._fill()
+        if self._tokens >= number:
+            self._tokens -= number
+            return 0.0
+        return (number - self._tokens) / self._rate
+
+    def give(self, number: float) -> None:
+        """Add tokens, at most up to the burst."""
+        self._fill()
+        self._tokens = min(self._burst, self._tokens + number)
+
+    def _fill(self) -> None:
+        now = self._now()
+        self._tokens = min(self._burst, self._tokens + (now - self._since) * self._rate)
+        self._since = now
+
+
+class FairBucket:
+    """A token bucket for all, in front of which each source has a bucket of its own, and at most one waiting request. So a source with
+    many requests waits behind itself, and delays another by one request at a time.
+
+    Args:
+        each: makes the bucket of a source.
+        all: the bucket of all together.
+        sources: most sources that are remembered; the longest unused are forgotten first.
+    """
+
+    def __init__(self, each: Callable[[], TokenBucket], all: TokenBucket, sources: int = 4096) -> None:
+        self._each, self._all, self._most = each, all, sources
+        self._turn = asyncio.Lock()
+        self._sources: OrderedDict[Hashable, tuple[asyncio.Lock, TokenBucket]] = OrderedDict()
+
+    async def take(self, source: Hashable, number: float) -> None:
+        """Wait until `source` may use `number` tokens."""
+        turn, own = self._source(source)
+        async with turn:
+            await _taken(own, number)
+            async with self._turn:
+                await _taken(self._all, number)
+
+    def _source(self, source: Hashable) -> tuple[asyncio.Lock, TokenBucket]:
+        found = self._sources.setdefault(source, (asyncio.Lock(), self._each()))
+        self._sources.move_to_end(source)
+        while len(self._sources) > self._most:
+            self._sources.popitem(last=False)
+        return found
+
+
+async def _taken(bucket: TokenBucket, number: float) -> None:
+    while seconds := bucket.take(number):  # taken at the end of the wait: one that is given up costs nothing
+        await asyncio.sleep(seconds)
+
+
+class MemberRates:
+    """Bounds the frames and requests of each member: `FRAMES_PER_SECOND`, and more for those that answer what others send to it, at most
+    `FRAMES_AT_MOST` a second. Chunks of long messages are free, because a receiver asks for them. Frames over the bound are read later.
+
+    Args:
+        count: called with a name and a number of frames that waited.
+    """
+
+    def __init__(self, count: Callable[[str, int], object]) -> None:
+        self._count = count
+        self._buckets: dict[str, tuple[TokenBucket, TokenBucket]] = {}
+
+    async def spend(self, name: str, number: int = 1) -> None:
+        """Wait until `name` may send so many frames."""
+        counted = False
+        for bucket in self._of(name):
+            while seconds := bucket.take(number):
+                if not counted:
+                    self._count(name, number)
+                counted = True
+                await asyncio.sleep(seconds)
+
+    def earn(self, name: str, number: int) -> None:
+        """Allow `name` so many more frames: something came to it that asks for an answer."""
+        self._of(name)[0].give(number)
+
+    def _of(self, name: str) -> tuple[TokenBucket, TokenBucket]:
+        if name not in self._buckets:
+            self._buckets[name] = (
+                TokenBucket(FRAMES_PER_SECOND, FRAMES_AT_ONCE),
+                TokenBucket(FRAMES_AT_MOST, FRAMES_AT_ONCE),
+            )
+        return self._buckets[name]

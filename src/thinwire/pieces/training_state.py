@@ -1,0 +1,171 @@
+"""What a checkpoint holds of a model and of its inner optimizer, as trees: their own state dicts, so whatever these hold."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import CheckpointError
+from thinwire.pieces.partition import is_sharded
+from thinwire.state_tree import compact
+
+
+def model_state(model: nn.Module, frozen: bool = True) -> dict[str, Any]:
+    """The state dict of `model`, without `torch.compile`'s prefix: parameters, persistent buffers, extra state; not copied. Without `frozen`
+    its parameters that do not train are left out.
+    """
+    named = {name.replace("_orig_mod.", ""): value for name, value in _live(model).items()}
+    if frozen:
+        return named
+    still = {id(p) for p in model.parameters() if not p.requires_grad}
+    out = {name for name, value in named.items() if id(value) in still}
+    # a quantized parameter has more entries, under its name: weight.absmax, weight.quant_map
+    return {
+        name: value
+        for name, value in named.items()
+        if name not in out and not any(name.startswith(f"{parameter}.") for parameter in out)
+    }
+
+
+def names_in_state(model: nn.Module) -> dict[int, list[str]]:
+    """The names of each parameter in `model_state`, by its id; a tied one has several. They are not always those of `named_parameters`:
+    torch's `checkpoint_wrapper` takes its prefix out of one and leaves it in the other.
+    """
+    names: dict[int, list[str]] = {}
+    for name, value in model_state(model).items():
+        names.setdefault(id(value), []).append(name)
+    return names
+
+
+def _live(model: nn.Module) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
+    except TypeError:  # a state_dict of the model's own, without options
+        state = model.state_dict()
+    return state
+
+
+def check_model(model: nn.Module, saved: Mapping[str, Any], frozen: bool) -> None:
+    """Raise `CheckpointError` unless `saved` has the names and shapes of the model's own state."""
+    due = model_state(model, frozen)
+    differing = sorted(saved.keys() ^ due.keys()) or [n for n in due if _shape(saved[n]) != _shape(due[n])]
+    if differing:
+        raise CheckpointError(f"it was made for another model: {', '.join(differing[:3])} do not fit.")
+
+
+def _shape(value: object) -> object:
+    return value.shape if isinstance(value, Tensor) else None
+
+
+@torch.no_grad()
+def restore_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Load the values of `model_state` into the tensors of `model`. Raises `CheckpointError`."""
+    live = _live(model)
+    given: OrderedDict[str, Any] = OrderedDict()
+    given._metadata = getattr(live, "_metadata", {})  # type: ignore[attr-defined]
+    for name, now in live.items():
+        value = saved.get(name.replace("_orig_mod.", ""), given)
+        if value is given:
+            continue
+        own = compact(now) if isinstance(now, Tensor) else now
+        if own is not now:  # expanded: `copy_` refuses it, because its elements share memory
+            for dim, (size, here) in enumerate(zip(now.shape, own.shape)):
+                value = value.narrow(dim, 0, here) if here != size else value
+            own.copy_(value)
+        else:
+            given[name] = value
+    try:
+        model.load_state_dict(given, strict=False)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(f"{type(model).__name__} does not load its own state: {error}") from error
+    # what is neither parameter nor buffer, such as the scales of quantized weights, no module may have loaded
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for name, now in live.items():
+        if isinstance(now, Tensor) and id(now) not in known and isinstance(given.get(name), Tensor):
+            now.detach().copy_(given[name])
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's own state dict, and its classes."""
+    return {"classes": _classes(optimizer), "state": optimizer.state_dict()}
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Its parameters, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def packages_of(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The packages that define it and its parts, which may keep objects of their own in its state."""
+    parts = [part for part in getattr(optimizer, "parts", ()) if isinstance(part, torch.optim.Optimizer)]
+    return {type(one).__module__.partition(".")[0] for one in (optimizer, *parts)} - {"torch", "builtins"}
+
+
+def check_optimizer_class(optimizer: torch.optim.Optimizer, classes: Sequence[Sequence[str]]) -> None:
+    """Raise `CheckpointError` unless the saved `classes` are related to those of `optimizer`."""
+    own = _classes(optimizer)
+    if not (len(classes) == len(own) and all(set(one) & set(other) for one, other in zip(classes, own))):
+        raise CheckpointError(
+            f"the checkpoint has the state of {_names(classes)}, and {_names(own)} was given as inner optimizer; resume with the one that was "
+            "saved."
+        )
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load `optimizer_state`. Raises `CheckpointError`, and changes nothing, if an optimizer of an unrelated class was saved, or one with other
+    parameter groups.
+    """
+    check_optimizer_class(optimizer, saved["classes"])
+    try:
+        optimizer.load_state_dict(saved["state"])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state of {_names(_classes(optimizer))} in the checkpoint does not fit the given one ({type(error).__name__}: {error}); resume "
+            "with the inner optimizer and the parameter groups that were saved."
+        ) from error
+    _keep_dtypes(optimizer, saved["state"])
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Undo what torch's `load_state_dict` does to state in another dtype than its parameter's: fp32 moments of bf16 weights would be rounded."""
+    if "parts" in saved:
+        for part, own in zip(getattr(optimizer, "parts", ()), saved["parts"]):
+            _keep_dtypes(part, own)
+        return
+    entries = saved.get("state")
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        state = optimizer.state.get(parameter)
+        held = entries.get(number) if isinstance(entries, Mapping) else None
+        if not isinstance(state, dict) or not isinstance(held, Mapping):
+            continue
+        for key, value in held.items():
+            now = state.get(key)
+            if not (type(value) is Tensor and type(now) is Tensor):
+                continue
+            if value.dtype != now.dtype and value.shape == now.shape:
+                state[key] = value.to(now.device)
+
+
+def _classes(optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The class of each optimizer in it, with those of which it is a subclass."""
+    if parts := [part for part in getattr(optimizer, "parts", ()) if isinstance(part, torch.optim.Optimizer)]:
+        return [classes for part in parts for classes in _classes(part)]
+    beyond = torch.optim.Optimizer.__mro__
+    return [[one.__name__ for one in type(optimizer).__mro__ if one not in beyond]]
+
+
+def _names(classes: Sequence[Sequence[str]]) -> str:
+    return " and ".join(own[0] for own in classes)
+
+
+def meshes_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """The device meshes over which they are sharded."""
+    meshes: list[Any] = []
+    for tensor in tensors:
+        if is_sharded(tensor) and tensor.device_mesh not in meshes:
+            meshes.append(tensor.device_mesh)
+    return meshes
