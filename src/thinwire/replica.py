@@ -180,7 +180,9 @@ class Replica:
         return list(self._driver.anchors())
 
     def anchored(self) -> AbstractContextManager[None]:
-        """A context: inside it the model holds the outer weights; afterwards the replica's own weights again, bit for bit."""
+        """A context: inside it the model holds the outer weights; afterwards the replica's own weights again, bit for bit. Raises `ModelError` at
+        its end if something else, such as a swap of averaged weights that crosses this one, has changed the model's weights meanwhile.
+        """
         return anchored(self._driver)
 
     def averaged_buffers(self) -> AbstractContextManager[None]:

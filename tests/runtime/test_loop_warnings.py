@@ -148,12 +148,21 @@ def test_a_replica_that_is_never_finished_warns(steps):
     assert "neither finished nor closed" in said and "with Replica" in said
 
 
-def test_an_optimizer_that_is_never_stepped_warns():
+def test_weights_that_unseen_steps_have_trained_are_kept():
+    """The given optimizer has taken no step: its anchors would overwrite what another one has trained."""
+    (group,) = tw.ThreadGroup.create(1)
+    model, bare = toy(), toy()
+    inner_step(bare, adamw(bare), *batch(0, 0, 1))
+    with (
+        pytest.raises(tw.ModelError, match="has seen no step of its optimizer"),
+        tw.Replica(tw.local_sgd(every=2), model, adamw(model), group),
+    ):
+        inner_step(model, adamw(model), *batch(0, 0, 1))
+    assert torch.equal(weights(model), weights(bare))
+
     def action():
-        (group,) = tw.ThreadGroup.create(1)
-        model = toy()
         with tw.Replica(tw.local_sgd(every=2), model, adamw(model), group):
-            inner_step(model, adamw(model), *batch(0, 0, 1))
+            pass
 
     (said,) = heard_by(action)
     assert "taken none; step it in the loop, or give the one that the loop steps" in said

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.data_ledger import LeasedReader
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, ModelError
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.fragment_state import FragmentState
@@ -128,12 +128,16 @@ class Training:
             fragment.load_into_parameters(fragment.anchor)
             fragment.release()
 
-    def at_anchors(self) -> bool:
-        """Whether every parameter has the bits of its anchor."""
-        at = all(_same_bits(part, values) for one in self.fragments for part, values in one.slices(one.anchor))
+    def at_anchors(self, holds: Callable[[Tensor, Tensor], bool]) -> bool:
+        """Whether every parameter holds its anchor, in its own dtype."""
+        at = all(holds(part, values) for one in self.fragments for part, values in one.slices(one.anchor))
         for fragment in self.fragments:
             fragment.release()
         return at
+
+    def progress(self) -> tuple[int, ...]:
+        """Numbers that change with each inner step, departure and landing."""
+        return (self.step, *(2 * fragment.rounds + bool(fragment.flight) for fragment in self.fragments))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state that every driver saves: tensors of all fragments, and values for JSON."""
@@ -238,29 +242,62 @@ class Driver(Protocol):
         """End the driver's threads. Idempotent. A fixed group stays open."""
 
 
+_SWAPPED = (
+    "the model no longer holds the weights that anchored() has put there: {what}. Swaps of weights must nest: what swaps inside anchored() must "
+    "swap back before it ends, and what has swapped before it must not swap back inside. {left}"
+)
+
+
 @contextmanager
 def anchored(driver: Driver) -> Iterator[None]:
-    """A context in which the model holds the agreed weights; afterwards the replica's own again, bit for bit."""
+    """A context in which the model holds the agreed weights; afterwards the replica's own again, bit for bit.
+
+    Raises `ModelError` at the end if something else has changed the weights meanwhile: whose weights these are, nobody can know.
+    """
     training = driver.training
     reshard(training.model)
-    if training.at_anchors():  # after `finish`; copies of the parameters would be the most memory of the run
-        try:
-            yield
-        finally:
-            reshard(training.model)
+    at = training.at_anchors(holds_bits)  # after `finish`; copies of the parameters would be the most memory of the run
+    own = [] if at else [part.clone() for part in training.weights()]
+    if not at:
+        driver.load_anchors()
+    loaded = at or training.at_anchors(holds_bits)  # otherwise this driver's agreed weights are the replica's own
+    before, versions = training.progress(), [part._version for part in training.weights()]
+    # After a landing the replica's own weights are the anchors. If they are not, something has swapped them before; if it swaps them back in
+    # here, it puts the same values there, and only the versions show it.
+    swapped = not at and all(f.since == training.step > 0 and not f.flight for f in training.fragments)
+
+    def restore() -> None:
+        reshard(training.model)
+        if at:
             training.load_anchors()
-        return
-    own = [part.clone() for part in training.weights()]
-    driver.load_anchors()
+        for part, values in zip(training.weights(), own):  # which may have been moved or converted
+            part.copy_(values)
+
     try:
         yield
-    finally:
-        reshard(training.model)
-        for part, kept in zip(training.weights(), own):  # which may have been moved or converted
-            part.copy_(kept)
+    except BaseException:
+        if training.progress() == before:
+            restore()
+        raise
+    if training.progress() != before:  # to restore would undo the training
+        what = "the replica has taken inner steps or has finished inside it"
+        raise ModelError(_SWAPPED.format(what=what, left="The weights were left as they are."))
+    reshard(training.model)
+    intact = training.at_anchors(_holds) if loaded else all(map(_holds, training.weights(), own))
+    intact &= not (swapped and loaded and [part._version for part in training.weights()] != versions)
+    restore()
+    if not intact:
+        what = "something else has changed them, such as averages (EMA, SWA) that are swapped in and out, or load_state_dict"
+        raise ModelError(_SWAPPED.format(what=what, left="The model holds what it held before anchored()."))
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.device != other.device:
-        return False
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
+def _holds(part: Tensor, values: Tensor) -> bool:
+    """Whether `part` has the bits of `values` in its dtype, perhaps after a way through a half precision, as in `model.half()` for an evaluation."""
+    ways = (values, values.to(torch.bfloat16), values.to(torch.float16))
+    return any(holds_bits(part, way) for way in ways)
+
+
+def holds_bits(part: Tensor, values: Tensor) -> bool:
+    """Whether `part` has the bits of `values` in its dtype."""
+    pair = (part, values.to(part))
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in pair))
