@@ -58,7 +58,7 @@ class Replica:
       unchanged. To skip an update, call `step` with all gradients set to None.
 
     Parameters: frozen ones must be equal on all. Tied ones travel once. Any floating dtype is exchanged as fp32 and written back in its own
-    dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 and DDP are not supported.
+    dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 is not supported, DDP inside a site only.
     Cost: 4 bytes per parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in flight; a snapshot a departure, a merge a landing.
 
     Args:
@@ -109,7 +109,7 @@ class Replica:
     ) -> None:  # fmt: skip
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers_of(optimizer)), group
         self._buffers, self._site, self._finished = SharedBuffers(buffers, model, group), site, False
-        training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site is not None)
+        training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site)
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
         self._driver = choose(training, fragments, group, site)

@@ -66,18 +66,6 @@ def test_a_failing_replica_is_not_blamed_for_unequal_steps():
         tw.run_threads(2, replica, timeout=600.0)
 
 
-def test_a_model_inside_ddp_is_refused():
-    class Wrapped(nn.parallel.DistributedDataParallel):
-        def __init__(self, module):  # needs no process group
-            nn.Module.__init__(self)
-            self.module = module
-
-    (group,) = tw.ThreadGroup.create(1)
-    model = Wrapped(toy())
-    with pytest.raises(tw.ModelError, match=r"DistributedDataParallel.*Remove the wrapper"):
-        tw.Replica(tw.diloco(), model, adamw(model), group)
-
-
 def heard_by(action):
     gc.freeze()  # what other tests have left is not destroyed here, nor looked through
     with warnings.catch_warnings(record=True) as caught:

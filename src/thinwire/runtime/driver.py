@@ -16,11 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from thinwire.comm.group import Group
 from thinwire.data_ledger import LeasedReader
 from thinwire.errors import ConfigurationError, ModelError
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.fragment_state import FragmentState
+from thinwire.runtime.gradient_reducers import check_reducers
 from thinwire.runtime.loop_warnings import silent, warned
 from thinwire.runtime.module_state import reshard
 from thinwire.runtime.saved_state import names, restore, tensors_to_save
@@ -71,7 +73,7 @@ class Training:
         observe: Observer,
         clock: Callable[[], float],
         tokens: float | None,
-        sharded: bool,
+        site: Group | None,
     ) -> tuple[Training, list[Fragment]]:
         """Make a `Training`, and the fragments of the model, whose states the driver makes. Raises `ModelError`, `ConfigurationError`."""
         if not isinstance(strategy, Strategy):
@@ -79,8 +81,9 @@ class Training:
                 f"strategy: a {type(strategy).__name__} was given; a Strategy is needed, such as tw.streaming_sign()."
             )
         check_optimizer(model, optimizer)
-        strategy.check_inner(optimizer, sharded=sharded)
-        check_sharding(model, whole_replica=sharded)
+        strategy.check_inner(optimizer, sharded=site is not None)
+        check_sharding(model, whole_replica=site is not None)
+        check_reducers(model, site)
         fragments = strategy.partition.fragments(model)
         calendar = Calendar(
             strategy.schedule, len(fragments), lambda _: float(max(group["lr"] for group in optimizer.param_groups))
