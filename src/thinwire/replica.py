@@ -58,7 +58,7 @@ class Replica:
       unchanged. To skip an update, call `step` with all gradients set to None.
 
     Parameters: frozen ones must be equal on all. Tied ones travel once. Any floating dtype is exchanged as fp32 and written back in its own
-    dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 is not supported, DDP inside a site only.
+    dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 is not supported; DDP is inside a site.
     Cost: 4 bytes per parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in flight; a snapshot a departure, a merge a landing.
 
     Args:
@@ -112,7 +112,11 @@ class Replica:
         training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site)
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
-        self._driver = choose(training, fragments, group, site)
+        with training.copies.following():
+            training.copies.touched()
+            self._driver = choose(training, fragments, group, site)
+        for fragment in training.fragments:
+            fragment.touched = training.copies.touched
         self._driver.join(lambda: _begin(self, observer, resume))
         self._inner_steps = InnerSteps(optimizers_of(optimizer), training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
@@ -223,8 +227,13 @@ class Replica:
         if self._finished:
             return
         self._loop_warnings.finishes(self.step)
-        over = self._inner_steps.finish(keep_seconds)
-        self._driver.load_anchors()
+        training = self._training
+        with training.copies.following():
+            over = self._inner_steps.finish(keep_seconds)
+            self._driver.load_anchors()
+        if training.copies.active and self.agreed:
+            self._driver.load_anchors()  # schedule-free optimizers moved the weights back to another point
+            training.copies.settle(training.anchor_of_each())
         self._buffers.average(self._driver.gather)
         self._finished = True
         if over:

@@ -25,6 +25,7 @@ from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.gradient_reducers import check_reducers
 from thinwire.runtime.loop_warnings import silent, warned
 from thinwire.runtime.module_state import reshard
+from thinwire.runtime.optimizer_copies import WeightCopies
 from thinwire.runtime.saved_state import names, restore, tensors_to_save
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
@@ -45,6 +46,7 @@ class Training:
     stall_seconds                seconds that the main thread has waited for landings
     trained                      number of tokens so far, if they are counted
     clipped                      whether the guard has clipped a delta
+    copies                       of the weights, inside the optimizer
     validation                   gives the model's losses on a few held-out batches; None: there are none
     """
 
@@ -54,6 +56,7 @@ class Training:
     observe: Observer
     clock: Callable[[], float]
     calendar: Calendar
+    copies: WeightCopies
     tokens: float | None = None
     fragments: list[FragmentState] = field(default_factory=list)
     step: int = 0
@@ -90,7 +93,9 @@ class Training:
         )
         calendar.departs(0)  # refuses offsets for another number of fragments
         strategy.warm_up()
-        return cls(strategy, model, optimizer, observe, clock, calendar, tokens), fragments
+        parts = getattr(optimizer, "parts", [optimizer])
+        copies = WeightCopies(parts, [p for group in optimizer.param_groups for p in group["params"]])
+        return cls(strategy, model, optimizer, observe, clock, calendar, copies, tokens), fragments
 
     def warn(self, message: str) -> None:
         """Warn by the observer, or by Python's `warnings` if there is none."""
@@ -125,6 +130,14 @@ class Training:
         kept = (state for one in self.fragments for state in (one.feedback, one.exchange, one.aggregate, *one.filtered))
         return not isinstance(self.strategy.signal, Gradients) or any(kept)
 
+    def anchor_of_each(self) -> dict[int, Tensor]:
+        """The anchors in the shapes of the parameters, by the id of a parameter."""
+        return {
+            id(parameter): values
+            for fragment in self.fragments
+            for (_, parameter), (_, values) in zip(fragment.fragment.parameters, fragment.slices(fragment.anchor))
+        }
+
     def load_anchors(self) -> None:
         """Overwrite the model's parameters with the anchors."""
         for fragment in self.fragments:
@@ -152,6 +165,8 @@ class Training:
             "flights": {str(f.index): [f.flight.number, f.flight.departed] for f in self.fragments if f.flight},
             "calendar": self.calendar.facts(),
         }
+        if self.copies.names:
+            facts["copies"] = self.copies.names
         if self.tokens is not None:
             departed = {str(f.index): f.flight.trained for f in self.fragments if f.flight}
             facts["tokens"] = [self.trained, [fragment.counted for fragment in self.fragments], departed]
@@ -166,6 +181,7 @@ class Training:
             flight.discard()
         self.step = facts["step"]
         self.calendar.load(facts["calendar"])
+        self.copies.load(facts.get("copies", {}))
         restore(self.fragments, tensors, facts, self.strategy.outer)
         self.trained, counted, _ = facts.get("tokens", (0.0, [0.0] * len(self.fragments), {}))
         for fragment, tokens in zip(self.fragments, counted):
@@ -257,17 +273,27 @@ def anchored(driver: Driver) -> Iterator[None]:
 
     Raises `ModelError` at the end if something else has changed the weights meanwhile: whose weights these are, nobody can know.
     """
+    with driver.training.copies.at_one_point() as meet:
+        yield from _anchored(driver, meet)
+
+
+def _anchored(driver: Driver, meet: Callable[[], None]) -> Iterator[None]:
     training = driver.training
     reshard(training.model)
-    at = training.at_anchors(holds_bits)  # after `finish`; copies of the parameters would be the most memory of the run
+    at = training.at_anchors(same_bits)  # after `finish`; copies of the parameters would be the most memory of the run
     own = [] if at else [part.clone() for part in training.weights()]
     if not at:
         driver.load_anchors()
-    loaded = at or training.at_anchors(holds_bits)  # otherwise this driver's agreed weights are the replica's own
+    meet()
+    loaded = at or training.at_anchors(same_bits)  # otherwise this driver's agreed weights are the replica's own
     before, versions = training.progress(), [part._version for part in training.weights()]
     # After a landing the replica's own weights are the anchors. If they are not, something has swapped them before; if it swaps them back in
     # here, it puts the same values there, and only the versions show it.
-    swapped = not at and all(f.since == training.step > 0 and not f.flight for f in training.fragments)
+    swapped = (
+        not at
+        and not training.copies.active
+        and all(f.since == training.step > 0 and not f.flight for f in training.fragments)
+    )
 
     def restore() -> None:
         reshard(training.model)
@@ -297,10 +323,10 @@ def anchored(driver: Driver) -> Iterator[None]:
 def _holds(part: Tensor, values: Tensor) -> bool:
     """Whether `part` has the bits of `values` in its dtype, perhaps after a way through a half precision, as in `model.half()` for an evaluation."""
     ways = (values, values.to(torch.bfloat16), values.to(torch.float16))
-    return any(holds_bits(part, way) for way in ways)
+    return any(same_bits(part, way) for way in ways)
 
 
-def holds_bits(part: Tensor, values: Tensor) -> bool:
+def same_bits(part: Tensor, values: Tensor) -> bool:
     """Whether `part` has the bits of `values` in its dtype."""
     pair = (part, values.to(part))
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in pair))

@@ -58,6 +58,9 @@ class FragmentState:
     disk: DiskTensors | None = None  # the file that holds anchor, outer state and feedback; None: they are in memory
     deviation: Tensor | None = None  # eager updates only: the difference between this replica and the anchor
     deviation_state: State = field(default_factory=dict)
+    touched: Callable[[], None] = field(
+        default=lambda: None, repr=False
+    )  # is called before parameters are read or written
 
     @property
     def base(self) -> Tensor:
@@ -88,6 +91,7 @@ class FragmentState:
 
     def parts(self) -> list[Tensor]:
         """Each parameter's local part, detached."""
+        self.touched()
         return [local(parameter.detach()) for _, parameter in self.fragment.parameters]
 
     def snapshot(self, into: Tensor) -> Tensor:

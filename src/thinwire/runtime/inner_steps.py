@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigurationError, DisagreementError, ModelError
 from thinwire.pieces.partition import is_sharded
-from thinwire.runtime.driver import Driver, Training, holds_bits
+from thinwire.runtime.driver import Driver, Training, same_bits
 from thinwire.runtime.other_optimizers import OtherOptimizers
 from thinwire.runtime.step_hooks import outermost
 from thinwire.strategy import Gradients
@@ -155,11 +155,11 @@ class InnerSteps:
         """As the driver's. Raises `ModelError` if the weights were trained by steps that were not seen; they stay as they are."""
         self.check_whole()
         training = self._training
-        unseen = self._others.stepped_since_start or (training.step == 0 and not training.at_anchors(holds_bits))
+        unseen = self._others.stepped_since_start or (training.step == 0 and not training.at_anchors(same_bits))
         if not self._taken and unseen:
             raise ModelError(
                 "the weights have changed, but the Replica has seen no step of its optimizer, so nothing was exchanged: another optimizer or the "
-                "loop itself has moved them. The model keeps its weights. Give the Replica the optimizer whose step() the loop calls, or all in a list."
+                "loop itself has moved them. The model keeps its weights. Give the Replica the optimizer that the loop steps, or all in a list."
             )
         return self._driver.finish(keep_seconds)
 
@@ -241,6 +241,8 @@ class InnerSteps:
         if self._due:
             return
         self._due, self._exchanged, self._early = set(self._all), False, []
+        if not self._taken:  # most optimizers make their state in the first step
+            self._training.copies.find(self._training.anchor_of_each())
         with self._driving():
             self._taken += 1
             self._training.step += 1
@@ -251,7 +253,8 @@ class InnerSteps:
         """A context for the driver's part of a step, which measures it, and notices a Ctrl-C."""
         began = self._training.clock()
         try:
-            yield
+            with self._training.copies.following():
+                yield
         except BaseException as error:
             self._interrupted |= not isinstance(error, Exception)
             raise
