@@ -56,7 +56,6 @@ class Training:
     observe: Observer
     clock: Callable[[], float]
     calendar: Calendar
-    copies: WeightCopies
     tokens: float | None = None
     fragments: list[FragmentState] = field(default_factory=list)
     step: int = 0
@@ -66,6 +65,7 @@ class Training:
     reader: LeasedReader | None = None
     trained: float = 0.0
     validation: Callable[[], Sequence[float]] | None = None
+    copies: WeightCopies = field(default_factory=lambda: WeightCopies([], []))
 
     @classmethod
     def of(
@@ -95,7 +95,7 @@ class Training:
         strategy.warm_up()
         parts = getattr(optimizer, "parts", [optimizer])
         copies = WeightCopies(parts, [p for group in optimizer.param_groups for p in group["params"]])
-        return cls(strategy, model, optimizer, observe, clock, calendar, copies, tokens), fragments
+        return cls(strategy, model, optimizer, observe, clock, calendar, tokens, copies=copies), fragments
 
     def warn(self, message: str) -> None:
         """Warn by the observer, or by Python's `warnings` if there is none."""

@@ -6,7 +6,7 @@ writes the copy back. So each copy is moved by as much as its parameter.
 
 Copies are found by their values, wherever the optimizer keeps them: at entry, and after the first step, when most optimizers make them.
 
-A schedule-free optimizer has two modes. `train()` puts the point y of the gradients into the parameters, `eval()` the average x, which is the
+A schedule-free optimizer has two modes. `optimizer.train()` puts the point y of the gradients into the parameters, `optimizer.eval()` the average x, which is the
 model. Rounds exchange x; y and z move with it.
 """
 
@@ -246,7 +246,7 @@ def _has_modes(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if _mode(optimizer) is None:
         raise ModelError(
-            f"optimizer: {type(optimizer).__name__} has the methods train() and eval(), which may move the weights, but says its mode neither in "
+            f"optimizer: {type(optimizer).__name__} has the methods train and eval, which may move the weights, but says its mode neither in "
             "param_groups nor as an attribute train_mode, so a Replica cannot know what the model is. Give another optimizer."
         )
     return True
