@@ -31,6 +31,8 @@ class Copying(torch.optim.SGD):
         else:
             copies = self.masters
         for p, copy in zip(held, copies):
+            if p.grad is None:
+                continue
             copy.view_as(p).add_(p.grad.float(), alpha=-0.01)
             p.copy_(copy.view_as(p))
 

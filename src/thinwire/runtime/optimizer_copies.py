@@ -6,7 +6,7 @@ writes the copy back. So each copy is moved by as much as its parameter.
 
 Copies are found by their values, wherever the optimizer keeps them: at entry, and after the first step, when most optimizers make them.
 
-A schedule-free optimizer has two modes. `optimizer.train()` puts the point y of the gradients into the parameters, `optimizer.eval()` the average x, which is the
+A schedule-free optimizer has two modes. `train` puts the point y of the gradients into the parameters, `eval` the average x, which is the
 model. Rounds exchange x; y and z move with it.
 """
 
@@ -241,7 +241,7 @@ class WeightCopies:
 
 
 def _has_modes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` moves the parameters in `train()` and `eval()`, as schedule-free ones do."""
+    """Whether `optimizer` moves the parameters in `train` and `eval`, as schedule-free ones do."""
     if not (callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))):
         return False
     if _mode(optimizer) is None:
