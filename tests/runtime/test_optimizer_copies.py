@@ -48,7 +48,7 @@ def test_copies_of_the_weights_move_with_a_landing(place, dtype):
         with tw.Replica(tw.local_sgd(every=8), model, optimizer, group):
             for step in range(1, 26):
                 x, y = batch(0, group.rank, step)
-                inner_step(model, optimizer, x.to(dtype), y.to(dtype) + 20 * group.rank)
+                inner_step(model, optimizer, x.to(dtype), y.to(dtype) + group.rank)
                 after.append(weights(model).float().clone())
         return after, weights(model)
 

@@ -48,10 +48,12 @@ class Flights:
     of the ranks of one sharded replica. Raises `ConfigurationError`, `DisagreementError`, `ModelError`, `LinkError`.
     """
 
+    _alike_said = False  # whether the warning about equal deltas was given
+
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
         if training.tokens is not None:
             check_weighing(training.strategy)
-        self.training, self.group, self._alike_said = training, group, False
+        self.training, self.group = training, group
         weights = {} if training.tokens is None else {"weights": "by tokens"}
         notes = settings_of(training.optimizer)
         if unlike := introduce(group, training.strategy, fragments, weights | frozen(training.model), notes):
@@ -98,7 +100,7 @@ class Flights:
             "flight", training.step, **fields, nbytes=update.nbytes_sent, begin=update.begin, end=update.end,
             queued_seconds=update.queued_seconds, transfer_seconds=update.transfer_seconds,
         )  # fmt: skip
-        if update.good and update.alike and not self._alike_said:
+        if not self._alike_said and update.good and update.alike:
             self._alike_said = True
             training.warn(_SAME_DATA.format(size=self.group.size))
         if not update.good:
