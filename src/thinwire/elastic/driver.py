@@ -262,6 +262,10 @@ class ElasticDriver(Driver):
 
     def _pick_up(self, step: int) -> None:
         """Take over the outcomes that are due at `step`."""
+        with self.training.copies.following():
+            self._take_outcomes(step)
+
+    def _take_outcomes(self, step: int) -> None:
         for outcome in self.rounds.outcomes(step):
             self._at = outcome.after
             if outcome.broken:

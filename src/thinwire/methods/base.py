@@ -24,6 +24,7 @@ from thinwire.packet import HEADER_NBYTES, STOP, Header, empty_packet, open_pack
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
 from thinwire.rng import derive
+from thinwire.runtime.gradient_reducers import check_reducers
 from thinwire.runtime.handshake import compare_settings, digest
 from thinwire.runtime.loop_warnings import silent as silent
 from thinwire.runtime.model_buffers import frozen
@@ -194,6 +195,7 @@ class Attached(Participant):
     ) -> None:  # fmt: skip
         check_optimizer(model, optimizer)
         check_sharding(model, whole_replica=False)
+        check_reducers(model, None)
         super().__init__(group, names, observer, clock)
         self.strategy, self.model, self.optimizer = method, model, optimizer
         self.fragments: list[Fragment] = Whole().fragments(model)

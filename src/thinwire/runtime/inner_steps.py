@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigurationError, DisagreementError, ModelError
 from thinwire.pieces.partition import is_sharded
-from thinwire.runtime.driver import Driver, Training
+from thinwire.runtime.driver import Driver, Training, same_bits
 from thinwire.runtime.other_optimizers import OtherOptimizers
 from thinwire.runtime.step_hooks import outermost
 from thinwire.strategy import Gradients
@@ -101,14 +101,19 @@ class InnerSteps:
         self._early: list[Tensor | None] = []  # those gradients, if that was before the step
         self._gradients = isinstance(training.strategy.signal, Gradients)
         self._optimizers, self._count = optimizers, _count(optimizers)
+        self._taken = 0  # inner steps seen here; `training.step` also counts those before a resume
+        # The loop may step the optimizer inside a given one itself, as `second_step` of the usual SAM does.
+        wrapped = [(inside, one) for one in optimizers for inside in _wrapped(one)]
+        self._outer = {id(inside): one for inside, one in wrapped}
         self._all = frozenset(map(id, optimizers))
         self._due = set(self._all)  # the optimizers that have not stepped since the last inner step
         exchanged = [p for fragment in training.fragments for _, p in fragment.fragment.parameters]
-        self._others = OtherOptimizers(optimizers, exchanged, training.warn)
+        hooked = [*((one, one) for one in optimizers), *wrapped]
+        self._others = OtherOptimizers([one for one, _ in hooked], exchanged, training.warn)
         self._ids = set(map(id, exchanged))
         self._frozen = [p for p in _held(optimizers) if id(p) not in self._ids]
-        self._hooks = [one.register_step_pre_hook(outermost(self._steps)) for one in optimizers]
-        self._hooks += [one.register_step_post_hook(outermost(self._stepped)) for one in optimizers]
+        self._hooks = [one.register_step_pre_hook(outermost(self._steps, outer)) for one, outer in hooked]
+        self._hooks += [one.register_step_post_hook(outermost(self._stepped, outer)) for one, outer in hooked]
         _attached.update((id(one), self) for one in optimizers)
 
     def exchange_early(self) -> None:
@@ -124,8 +129,15 @@ class InnerSteps:
             self._early = [parameter.grad for parameter in _held(self._optimizers)]
 
     def finish(self, keep_seconds: float) -> bool:
-        """As the driver's."""
+        """As the driver's. Raises `ModelError` if the weights were trained by steps that were not seen; they stay as they are."""
         self.check_whole()
+        training = self._training
+        unseen = self._others.stepped_since_start or (training.step == 0 and not training.at_anchors(same_bits))
+        if not self._taken and unseen:
+            raise ModelError(
+                "the weights have changed, but the Replica has seen no step of its optimizer, so nothing was exchanged: another optimizer or the "
+                "loop itself has moved them. The model keeps its weights. Give the Replica the optimizer that the loop steps, or all in a list."
+            )
         return self._driver.finish(keep_seconds)
 
     def exchange_gradients(self, closure: bool = False) -> None:
@@ -173,6 +185,7 @@ class InnerSteps:
                 )
 
     def _steps(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        optimizer = self._outer.get(id(optimizer), optimizer)
         self.check()
         self._interrupted |= self._stepping
         if id(optimizer) not in self._due:
@@ -196,6 +209,7 @@ class InnerSteps:
         self._stepping = self._gradients  # such a step must end, because the others take it
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer = self._outer.get(id(optimizer), optimizer)
         self._others.steps(within=False)
         self._stepping = False
         if self._skipped(optimizer):
@@ -204,7 +218,10 @@ class InnerSteps:
         if self._due:
             return
         self._due, self._exchanged, self._early = set(self._all), False, []
+        if not self._taken:  # most optimizers make their state in the first step
+            self._training.copies.find(self._training.anchor_of_each())
         with self._driving():
+            self._taken += 1
             self._training.step += 1
             self._driver.after_inner_step()
 
@@ -213,7 +230,8 @@ class InnerSteps:
         """A context for the driver's part of a step, which measures it, and notices a Ctrl-C."""
         began = self._training.clock()
         try:
-            yield
+            with self._training.copies.following():
+                yield
         except BaseException as error:
             self._interrupted |= not isinstance(error, Exception)
             raise
@@ -223,6 +241,16 @@ class InnerSteps:
         """Whether a `GradScaler` skipped this step. If gradients are exchanged, all replicas have refused the step, and count it."""
         found = getattr(optimizer, "found_inf", None)
         return found is not None and not self._gradients and bool(found.item())
+
+
+def _wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that `optimizer` has as attributes and that hold all its parameters: those inside SAM, Lookahead and the like."""
+    held, found, begun = set(map(id, _held([optimizer]))), [optimizer], [optimizer]
+    while begun:
+        inside = [one for one in vars(begun.pop()).values() if isinstance(one, torch.optim.Optimizer)]
+        fresh = [one for one in inside if one not in found and set(map(id, _held([one]))) == held]
+        found, begun = [*found, *fresh], [*begun, *fresh]
+    return [one for one in found[1:] if hasattr(one, "_optimizer_step_pre_hooks")]
 
 
 def _held(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
