@@ -110,8 +110,9 @@ class Replica:
         observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers_of(optimizer)), group
-        self._buffers, self._site, self._finished = SharedBuffers(buffers, model, group), site, False
+        self._site, self._finished, self._closed = site, False, False
         training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site)
+        self._buffers = SharedBuffers(buffers, model, group, training.frozen, training.warn)
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
         with training.copies.following():
@@ -120,6 +121,7 @@ class Replica:
         for fragment in training.fragments:
             fragment.touched = training.copies.touched
         self._driver.join(lambda: _begin(self, observer, resume))
+        training.frozen.begin()
         optimizers_of_replica = optimizers_of(optimizer)
         self._inner_steps = InnerSteps(optimizers_of_replica, training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
@@ -219,6 +221,7 @@ class Replica:
         fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors).
         """
         self._driver.load_state(tensors, check_origin(facts, self._training, self.group, self._site))
+        self._training.frozen.begin()  # the model was loaded before
 
     def state_dict(self) -> dict[str, Any]:
         """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""

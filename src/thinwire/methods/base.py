@@ -27,7 +27,7 @@ from thinwire.rng import derive
 from thinwire.runtime.gradient_reducers import check_reducers
 from thinwire.runtime.handshake import compare_settings, digest
 from thinwire.runtime.loop_warnings import silent as silent
-from thinwire.runtime.model_buffers import frozen
+from thinwire.runtime.model_buffers import FrozenWeights
 from thinwire.runtime.module_state import export_state
 from thinwire.types import Observer
 
@@ -264,7 +264,7 @@ class Attached(Participant):
         """Compare code, method, model and `facts` with all others. Raises `DisagreementError`."""
         tensors = {n: f"{tuple(p.shape)} {p.dtype}" for n, p in trainable(self.model)}
         common = {"strategy": repr(self.strategy)} | {f"model, {name}": text for name, text in tensors.items()}
-        compare_settings(self.group, common | digests(self.strategy) | frozen(self.model) | dict(facts))
+        compare_settings(self.group, common | digests(self.strategy) | FrozenWeights(self.model).facts() | dict(facts))
 
     def same_weights(self) -> None:
         """Compare weights by 16 bytes from each replica; if they differ, all replicas raise `DisagreementError`."""

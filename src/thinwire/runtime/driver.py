@@ -26,6 +26,7 @@ from thinwire.pieces.schedule import Adaptive, Calendar
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.gradient_reducers import check_reducers
 from thinwire.runtime.loop_warnings import silent, warned
+from thinwire.runtime.model_buffers import FrozenWeights
 from thinwire.runtime.module_state import reshard
 from thinwire.runtime.optimizer_copies import WeightCopies
 from thinwire.runtime.saved_state import names, restore, tensors_to_save
@@ -49,6 +50,7 @@ class Training:
     trained                      number of tokens so far, if they are counted
     clipped                      whether the guard has clipped a delta
     copies                       of the weights, inside the optimizer
+    frozen                       the parameters that are not trained
     validation                   gives the model's losses on a few held-out batches; None: there are none
     """
 
@@ -68,6 +70,7 @@ class Training:
     trained: float = 0.0
     validation: Callable[[], Sequence[float]] | None = None
     copies: WeightCopies = field(default_factory=lambda: WeightCopies([], []))
+    frozen: FrozenWeights = field(default_factory=lambda: FrozenWeights(nn.Module()))
 
     @classmethod
     def of(
@@ -100,7 +103,8 @@ class Training:
         strategy.warm_up()
         parts = getattr(optimizer, "parts", [optimizer])
         copies = WeightCopies(parts, [p for group in optimizer.param_groups for p in group["params"]])
-        return cls(strategy, model, optimizer, observe, clock, calendar, tokens, copies=copies), fragments
+        own = {"copies": copies, "frozen": FrozenWeights(model)}
+        return cls(strategy, model, optimizer, observe, clock, calendar, tokens, **own), fragments
 
     def warn(self, message: str) -> None:
         """Warn by the observer, or by Python's `warnings` if there is none."""

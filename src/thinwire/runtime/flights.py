@@ -16,7 +16,6 @@ from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.first_state import first_state
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
-from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.pipeline import RoundPipeline
 from thinwire.runtime.saved_state import delta_in_flight, tensors_to_save
 from thinwire.runtime.token_weights import check_weighing
@@ -56,7 +55,7 @@ class Flights:
         self.training, self.group = training, group
         weights = {} if training.tokens is None else {"weights": "by tokens"}
         notes = settings_of(training.optimizer)
-        if unlike := introduce(group, training.strategy, fragments, weights | frozen(training.model), notes):
+        if unlike := introduce(group, training.strategy, fragments, weights | training.frozen.facts(), notes):
             training.warn(unlike)
         training.fragments += [
             first_state(training.strategy, fragment, index, group.rank, group.size)
@@ -73,11 +72,13 @@ class Flights:
         """Begin the round of `update`. `began` is the time at which work for this departure began; for `scheduled` see
         `RoundPipeline.launch`."""
         training = self.training
-        # Unlike data show in the first values, so this costs little; only the first rounds and some later ones look.
+        # Unlike data show in the first values, so this costs little; only the first rounds and some later ones look. Frozen parameters also.
         looks = update.number < _FIRST_ROUNDS or update.number % _ROUNDS_BETWEEN_LOOKS == 0
         update.compares = (
             looks and not self._alike_said and self.group.size > 1 and type(training.strategy.aggregate) is Mean
         )
+        if looks and update.fragment.index == 0 and self.group.size > 1 and training.strategy.exchange.agrees:
+            update.sample = training.frozen.sample()
         self.pipeline.launch(update, training.stall_seconds, scheduled)
         fields = {"fragment": update.fragment.index, "round": update.number, "nbytes": update.nbytes}
         training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
@@ -103,6 +104,8 @@ class Flights:
         if not self._alike_said and update.good and update.alike:
             self._alike_said = True
             training.warn(_SAME_DATA.format(size=self.group.size))
+        if update.unlike:
+            training.frozen.warn(training.frozen.changed(), training.warn)
         if not update.good:
             reason = "NaN or infinity in the delta" if update.refused_by else "the anchor would not be finite"
             training.observe("refused", training.step, **fields, by=list(update.refused_by), reason=reason)

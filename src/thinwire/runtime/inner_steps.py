@@ -177,6 +177,8 @@ class InnerSteps:
                 + _ANEW
             )
         if self._training.step % _STEPS_BETWEEN_LOOKS == 0:
+            if self._training.frozen.elastic:
+                self._training.frozen.warn(self._training.frozen.changed(), self._training.warn)
             gone = self._ids - set(map(id, self._training.model.parameters()))
             if gone and not any(map(is_sharded, self._training.model.parameters())):  # sharding replaces them, too
                 raise ModelError(
