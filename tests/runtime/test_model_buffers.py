@@ -253,9 +253,10 @@ class Taught(nn.Module):
 @pytest.mark.parametrize("quantity", ["values", "data"])  # `.data` leaves no trace in version counters
 def test_frozen_parameters_that_the_loop_changes_are_named_early_and_averaged(buffers: str, quantity: str) -> None:
     heard: list[list[tuple[int, str]]] = [[], []]
+    models = [Taught() for _ in heard]  # not in the threads, which share a generator
 
     def replica(group: tw.Group) -> tuple[Taught, Tensor]:
-        model = Taught()
+        model = models[group.rank]
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
         samples = torch.Generator().manual_seed(group.rank)
 

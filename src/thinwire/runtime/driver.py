@@ -103,8 +103,9 @@ class Training:
         strategy.warm_up()
         parts = getattr(optimizer, "parts", [optimizer])
         copies = WeightCopies(parts, [p for group in optimizer.param_groups for p in group["params"]])
-        own = {"copies": copies, "frozen": FrozenWeights(model)}
-        return cls(strategy, model, optimizer, observe, clock, calendar, tokens, **own), fragments
+        frozen = FrozenWeights(model)
+        training = cls(strategy, model, optimizer, observe, clock, calendar, tokens, copies=copies, frozen=frozen)
+        return training, fragments
 
     def warn(self, message: str) -> None:
         """Warn by the observer, or by Python's `warnings` if there is none."""
