@@ -152,7 +152,7 @@ def _to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
     split = {
-        device: iter(torch.split(torch.cat(held).cpu(), [one.numel() for one in held]))
+        device: iter(torch.cat(held).cpu().split_with_sizes([one.numel() for one in held]))
         for device, held in by_device.items()
     }
     return [next(split[tensor.device]) for tensor in tensors]
