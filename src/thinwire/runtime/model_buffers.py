@@ -185,7 +185,7 @@ def average(buffers: Sequence[Tensor], size: int, gathered: Gather) -> None:
         batches[-1].append(buffer)
     for batch in batches:
         own = torch.cat([one.detach().float().cpu().reshape(-1) for one in batch])
-        pairs = [_mean(piece, size, gathered) for piece in own.split(_PIECE)]
+        pairs = [_mean(piece, size, gathered) for piece in torch.split(own, _PIECE)]
         mean, alike = (torch.cat(pieces) for pieces in zip(*pairs))
         sizes = [one.numel() for one in batch]
         for buffer, values, same in zip(batch, torch.split(mean, sizes), torch.split(alike, sizes)):
