@@ -237,6 +237,10 @@ class Replica:
         """
         if self._finished:
             return
+        if self._closed:
+            raise ConfigurationError(
+                "finish() after close(): a closed Replica exchanges nothing. Call finish() first, on all replicas, or neither: `with` does both."
+            )
         self._loop_warnings.finishes(self.step)
         training = self._training
         with training.copies.following():
@@ -252,6 +256,7 @@ class Replica:
 
     def close(self) -> None:
         """Detach from the optimizer and end the exchange threads. The group belongs to the caller and stays open."""
+        self._closed = True
         self._claim.release(self._finished or not self.in_flight)
         self._loop_warnings.closes()
         self._inner_steps.close()
@@ -262,7 +267,7 @@ class Replica:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:
+            if kind is None and not self._closed:  # the loop may end early with close(): then nothing is exchanged
                 self.finish()
         finally:
             self.close()
