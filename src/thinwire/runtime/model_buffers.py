@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -55,14 +55,13 @@ def _held(parameter: Tensor) -> list[Tensor]:
     return [part for name in parameter.__tensor_flatten__()[0] for part in _held(getattr(parameter, name))]
 
 
-def average(model: nn.Module, group: Group, gathered: Gather) -> None:
-    """Set each floating-point buffer to the mean of all replicas', in fp32 and in rank order, with the same bits on all. Collective.
+def average(buffers: Sequence[Tensor], size: int, gathered: Gather) -> None:
+    """Set each of these dense floating-point tensors to the mean of all replicas', in fp32 and in rank order, with the same bits on all. Collective.
 
     A mean of running means is that of all samples; a mean of averages of weights is the average of the mean weights. Buffers that are
     equal on all replicas, such as tables, do not change. On the wire: 24 bytes to each other replica, and if any differ 4 bytes a value.
     """
-    buffers = floating(model)
-    if group.size == 1 or not buffers or len(set(gathered(digest(buffers), 16, "buffers"))) == 1:
+    if size == 1 or not buffers or len(set(gathered(digest(buffers), 16, "buffers"))) == 1:
         return
     own = torch.cat([one.detach().float().cpu().reshape(-1) for one in buffers])
     mean, alike = torch.zeros_like(own), torch.ones_like(own, dtype=torch.bool)
@@ -75,7 +74,7 @@ def average(model: nn.Module, group: Group, gathered: Gather) -> None:
         mean += theirs
         alike &= theirs == own
     sizes = [one.numel() for one in buffers]
-    for buffer, values, same in zip(buffers, torch.split(mean / group.size, sizes), torch.split(alike, sizes)):
+    for buffer, values, same in zip(buffers, torch.split(mean / size, sizes), torch.split(alike, sizes)):
         same, values = (one.view_as(buffer).to(buffer.device) for one in (same, values))
         buffer.copy_(torch.where(same, buffer, values.to(buffer.dtype)))
 
@@ -113,7 +112,7 @@ class SharedBuffers:
     def average(self, gathered: Gather) -> None:
         """Set them to the mean, if that is the policy. Collective then."""
         if self._among:
-            average(self._model, self._among, gathered)
+            average(floating(self._model), self._among.size, gathered)
 
     @contextmanager
     def averaged(self, gathered: Gather) -> Iterator[None]:
