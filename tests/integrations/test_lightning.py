@@ -23,7 +23,21 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
     from lightning.pytorch.plugins.precision import MixedPrecision
-    from lightning_trainer import EPOCH, EPOCHS, STREAMING, BySteps, ByHand, Module, Normed, Points, Swaps, SwapsInModule, fit, refused, weights
+    from lightning_trainer import (
+        EPOCH,
+        EPOCHS,
+        STREAMING,
+        BySteps,
+        ByHand,
+        Module,
+        Normed,
+        Points,
+        Swaps,
+        SwapsInModule,
+        fit,
+        refused,
+        weights,
+    )
 
     from thinwire.integrations.lightning import ThinwireCallback
 
@@ -57,7 +71,11 @@ def test_averages_that_are_swapped_in_for_validations_change_nothing(tmp_path, a
         swaps = [swap()] if swap else []
         keep = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, monitor="step", mode="max")
         options = {"check_val_every_n_epoch": None, "val_check_interval": 2}
-        callbacks = [*([callback] if callback and first else []), *swaps, *([callback] if callback and not first else [])]
+        callbacks = [
+            *([callback] if callback and first else []),
+            *swaps,
+            *([callback] if callback and not first else []),
+        ]
         return fit(folder, callback, count=28, module=module, keep=keep, callbacks=callbacks, resume=resume, **options)
 
     alone = trained(tmp_path / "alone", None)

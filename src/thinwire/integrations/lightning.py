@@ -43,7 +43,7 @@ from thinwire.integrations.lightning_checks import (
 )
 from thinwire.integrations.lightning_metrics import all_monitored, average
 from thinwire.integrations.lightning_order import leave_place, take_place
-from thinwire.integrations.attached import equalize
+from thinwire.integrations.attached import equalize, sample
 from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
@@ -112,6 +112,7 @@ class ThinwireCallback(Callback):
         # the replica's own weights and buffers, while a validation has others in the model
         self._own: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._trained: Tensor | None = None  # a sample of the weights at the end
         self._ended = self._epoch_over = False
         self._loaded: dict[str, Any] = {}
         self.loop: Any = None  # the trainer's loop of validations, while this callback is around it
@@ -224,7 +225,9 @@ class ThinwireCallback(Callback):
         if self._ended:
             return
         replica, due, self._epoch_over = self._attached(), trainer.global_step - self._began, trainer.is_last_batch
-        if not pl_module.automatic_optimization:  # Lightning counts the steps of each optimizer, the replica one when each has stepped
+        if (
+            not pl_module.automatic_optimization
+        ):  # Lightning counts the steps of each optimizer, the replica one when each has stepped
             trainer.should_stop |= replica.stopping
             return
         if replica.step < due and getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -300,11 +303,12 @@ class ThinwireCallback(Callback):
     def end(self) -> None:
         """Leave the outer weights in the model, before any other callback ends, and before the trainer's last checkpoint."""
         self._end()
+        self._trained = sample(self._attached().model)
 
     def equalize(self) -> None:
-        """Make what other callbacks have left in the model, such as averages of weights, equal on all replicas. Collective."""
-        if self._group and self.replica:
-            equalize(self.replica.model, self._group)
+        """Make what other callbacks have left in the model, such as averages of weights, equal on all replicas."""
+        if self._group and self.replica and self._trained is not None:
+            equalize(self.replica.model, self._group, self._trained)
 
     def _end(self) -> None:
         self._attached().finish(self.keep_seconds)
@@ -322,7 +326,7 @@ class ThinwireCallback(Callback):
         leave_place(self)
         if self.replica:
             self.replica.close()
-        self.replica, self._loaded = None, {}
+        self.replica, self._trained, self._loaded = None, None, {}
         if self._group and not self._given:
             self._group.close()
         self._group = self._given
