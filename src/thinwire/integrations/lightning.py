@@ -33,6 +33,7 @@ with needs("lightning"):
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
 from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.integrations.attached import equalize, sample
 from thinwire.integrations.lightning_checks import (
     batch_size,
     check,
@@ -43,7 +44,6 @@ from thinwire.integrations.lightning_checks import (
 )
 from thinwire.integrations.lightning_metrics import all_monitored, average
 from thinwire.integrations.lightning_order import leave_place, take_place
-from thinwire.integrations.attached import equalize, sample
 from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
