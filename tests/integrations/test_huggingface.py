@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         STREAMING,
         Normed,
         PowerCut,
+        Swaps,
         Then,
         Tokens,
         arguments,
@@ -72,6 +73,28 @@ def test_one_replica_with_average_changes_nothing(tmp_path, options):
     shutil.rmtree(tmp_path / "attached/checkpoint-4/thinwire")
     said = refused(tmp_path / "attached", ThinwireCallback(AVERAGE), resume=elsewhere, **options)
     assert said.endswith("Its save was cut off: delete checkpoint-4 and resume from the one before, on all replicas.")
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["thinwire first", "averages first"])
+@pytest.mark.parametrize("back", ["on_evaluate", "on_save", "on_step_begin"])
+def test_averages_that_are_swapped_in_for_evaluations_change_nothing(tmp_path, back, first):
+    """Law 11, for the averages and for a resume from a checkpoint that is written beside an evaluation, too."""
+
+    def trained(folder: Path, callback: ThinwireCallback | None, resume: object = None) -> tuple[Tensor, Tensor, Any]:
+        swaps, data = Swaps(back), {"train_dataset": Tokens(), "eval_dataset": Tokens(8)}
+        callbacks = [swaps] if not callback else [callback, swaps] if first else [swaps, callback]
+        saves = {"save_steps": 3} if back != "on_step_begin" else {"save_strategy": "no"}
+        given = arguments(folder, eval_strategy="steps", eval_steps=3, **saves)
+        trainer = Trainer(model(), given, callbacks=callbacks, **data)
+        trainer.train(resume_from_checkpoint=resume)
+        averages = torch.cat([value.flatten() for value in swaps.average.values()])
+        return weights(trainer), averages, losses(trainer)
+
+    due, got = trained(tmp_path / "bare", None), trained(tmp_path / "attached", ThinwireCallback(tw.local_sgd(every=4)))
+    assert same_bits(got[0], due[0]) and same_bits(got[1], due[1]) and got[2] == due[2]
+    if back == "on_evaluate":
+        resumed = str(tmp_path / "attached/checkpoint-6")
+        assert same_bits(trained(tmp_path / "attached", ThinwireCallback(tw.local_sgd(every=4)), resumed)[0], due[0])
 
 
 # AMP does not call the step of the first; the second skips by itself.

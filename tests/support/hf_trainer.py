@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,30 @@ class PowerCut(TrainerCallback):
 
     def on_save(self, args: object, state: object, control: object, **_: object) -> None:
         raise OSError("the power is cut")
+
+
+class Swaps(TrainerCallback):
+    """A user's averages of the weights, put into the model for evaluations, and with `ends` also at the end."""
+
+    def __init__(self, back: str, ends: bool = False) -> None:
+        self.ends, self.average, self.trained = ends, {}, None
+        setattr(self, back, self.swap_back)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        now = {name: value.clone() for name, value in given["model"].state_dict().items()}
+        self.average = {name: 0.5 * self.average.get(name, value) + 0.5 * value for name, value in now.items()}
+        if control.should_evaluate:
+            self.trained = now
+            given["model"].load_state_dict(self.average)
+
+    def swap_back(self, *_: Any, **given: Any) -> None:
+        if self.trained:
+            given["model"].load_state_dict(self.trained)
+            self.trained = None
+
+    def on_train_end(self, *_: Any, **given: Any) -> None:
+        if self.ends:
+            given["model"].load_state_dict(self.average)
 
 
 class Normed(nn.Module):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from thinwire.comm import Group, ThreadGroup, TorchGroup
-from thinwire.errors import ConfigurationError
+from thinwire.comm.group import gather
+from thinwire.errors import ConfigurationError, LinkError
+from thinwire.pieces.partition import trainable
 from thinwire.recipes import finetune
+from thinwire.runtime.model_buffers import average
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -32,6 +40,32 @@ def too_short(strategy: Strategy, steps: int) -> str:
         f"{steps} steps are {rounds} rounds of each fragment, too few for an outer momentum of {momentum:g}, which needs some {needed}: such "
         f"runs end worse than with plain averages (docs/methods/finetune.md). {advice}"
     )
+
+
+def sample(model: nn.Module) -> Tensor:
+    """Some 64 values of each trained parameter: enough to see that other weights were put into the model."""
+    parts = [p.detach().flatten() for _, p in trainable(model)]
+    return torch.cat([part[:: 1 + part.numel() // 64].float().cpu() for part in parts])
+
+
+def equalize(model: nn.Module, group: Group, trained: Tensor) -> None:
+    """Replace what another callback has left in the model, if it has, by the mean of all replicas'. Collective then.
+
+    The mean of averages of weights is the average of the mean weights.
+
+    Args:
+        model: its parameters that are trained.
+        group: the replicas.
+        trained: the `sample` of the weights that all replicas had at the end of training.
+    """
+    if group.size == 1 or torch.equal(sample(model), trained):
+        return
+    try:
+        for _name, parameter in trainable(model):
+            average([parameter.detach()], group.size, partial(gather, group))
+    except LinkError as error:
+        message = "a callback has put weights of its own into the model at the end of training, and not on all replicas, which hold other ones now"
+        warnings.warn(f"{message}: {error}", RuntimeWarning, stacklevel=2)
 
 
 def count_skipped(optimizer: Any) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset
 
@@ -28,12 +29,12 @@ with needs("trainer"):
     from accelerate.state import PartialState
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.optimization import GreedyLR
-    from transformers.trainer_callback import DefaultFlowCallback, ExportableState
+    from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import count_skipped, too_short
+from thinwire.integrations.attached import count_skipped, equalize, sample, too_short
 from thinwire.integrations.huggingface_checks import (
     ProcessPlace,
     check,
@@ -107,6 +108,11 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._anchored = ExitStack()
         self._ended = self._evaluates = self._made = self._warned = False
         self._checked = False  # whether the state after the first step can be saved
+        self._yielded = self._unsaved = (
+            False  # whether another callback's weights are in the model: in an evaluation, in a save
+        )
+        self._handler: CallbackHandler | None = None  # of the trainer, during a training
+        self._trained: Tensor | None = None  # a sample of the weights after this step, if they are evaluated or saved
         self._mean: float | None = None  # over all replicas, of the metric of this evaluation
 
     def share(self, data: Dataset[Any], *, seed: int = 0) -> IterableDataset[Any]:
@@ -198,7 +204,22 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             print(f"thinwire: {told(self.strategy, self.replica, place.size)}", file=sys.stderr, flush=True)
             if short := too_short(self.strategy, state.max_steps):
                 print(f"thinwire: {short}", file=sys.stderr, flush=True)
-        self._show(args.eval_on_start, saves=False)
+        self._take_place()
+
+    def _take_place(self) -> None:
+        """Come before all callbacks but the trainer's own flow, with a helper behind all: others update averages of weights, and exchange weights, in
+        the same events, and the two exchanges must not cross."""
+        frame = sys._getframe(1)
+        while not isinstance(handler := frame.f_locals.get("self"), CallbackHandler):
+            assert frame.f_back is not None, "only a trainer calls on_train_begin"
+            frame = frame.f_back
+        others = [one for one in handler.callbacks if one is not self]
+        flow = sum(isinstance(one, DefaultFlowCallback) for one in others[:1])
+        handler.callbacks.append(
+            last := _Last(self)
+        )  # of the list that is being called, so that its `on_train_begin` is, too
+        handler.callbacks = [*others[:flow], self, *others[flow:], last]
+        self._handler = handler
 
     def _join(
         self, args: TrainingArguments, state: TrainerState, loader: Any, model: Any, optimizer: Any,
@@ -243,6 +264,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Divide the sum of losses by the number of trained steps, without skipped ones."""
         logs = given["logs"]
+        if "train_runtime" in logs:  # the last, before the trainer loads the best model
+            self._anchored.close()
         self._average_metric(args, logs)  # before the on_evaluate of any callback, because one may stop the training
         if "loss" not in logs:
             return
@@ -251,9 +274,6 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             logs["loss"] *= steps / max(1, steps - self._jumped)
             state.log_history[-1]["loss"] = logs["loss"]
         self._jumped, self._logged = 0, state.global_step
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._anchored.close()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -264,7 +284,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             given["model"].zero_grad()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Count a skipped step, end after the last step, and put the weights to evaluate and save into the model."""
+        """Count a skipped step, and end after the last step, before any other callback sees the weights."""
         replica = self._attached()
         if self._ended:
             state.global_step = state.max_steps
@@ -284,11 +304,11 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         control.should_training_stop |= replica.stopping
         if state.global_step >= state.max_steps:
             self._end()
-        self._show(control.should_evaluate, control.should_save)
+        self._remember(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._anchored.close()
-        self._show(control.should_evaluate, control.should_save)
+        self._remember(control)
 
     def on_prediction_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Warn, once, of an evaluation for which the anchors were not put into the model."""
@@ -296,8 +316,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         if unknown and not self._warned and (self.weights == "anchors" or args.metric_for_best_model):
             self._warned = True
             warnings.warn(
-                "an evaluation that ThinwireCallback did not know of, so it has this replica's own weights and its own metric: give a callback "
-                "that asks for evaluations before ThinwireCallback, in callbacks=[other, callback]",
+                "an evaluation that ThinwireCallback did not know of, so it has this replica's own weights and its own metric: let a callback "
+                "set control.should_evaluate instead of calling trainer.evaluate()",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -319,13 +339,29 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         return True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write this replica's state into the checkpoint that the trainer has just written."""
+        """Write this replica's state into the checkpoint that the trainer has just written, or when other callbacks have put back its weights."""
         self._anchored.close()
+        self._unsaved = self._swapped()
+        if not self._unsaved:
+            self._save(args, state)
+
+    def saved(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Write what `on_save` could not write."""
+        if not self._unsaved:
+            return
+        if self._swapped():
+            raise ConfigurationError(
+                f"the checkpoint of step {state.global_step}: another callback has put other weights into the model than those that are trained, "
+                "which a resume needs. Let it put them back in `on_evaluate`, or in `on_save`."
+            )
+        self._save(args, state)
+
+    def _save(self, args: TrainingArguments, state: TrainerState) -> None:
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / FOLDER
         checkpoint.save(folder, self._attached(), self._whose(), frozen=False)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave the outer weights in the model, or the best ones if the trainer has loaded these, and leave the group."""
+        """Leave the outer weights in the model, or the best ones if the trainer has loaded these."""
         self._anchored.close()
         replica = self._attached()
         if not self._ended:
@@ -335,7 +371,14 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             with torch.no_grad():
                 for parameter, value in kept:
                     parameter.copy_(value)
-        del replica.model.should_save_on_this_rank
+        self._trained = sample(replica.model)
+
+    def leave(self, args: TrainingArguments) -> None:
+        """Make what other callbacks have left in the model, such as averages of weights, equal on all replicas, and leave the group."""
+        model = self._attached().model
+        if isinstance(self._group, Group) and self._trained is not None:
+            equalize(model, self._group, self._trained)
+        del model.should_save_on_this_rank
         if self._member:
             keep_to_the_end(self._member, self.keep_seconds)
         self.close()
@@ -344,9 +387,11 @@ class ThinwireCallback(TrainerCallback, ExportableState):
     def close(self) -> None:
         """Detach and leave the group, after an error too. Idempotent; a group that was given stays open."""
         self._anchored.close()
+        if self._handler:
+            self._handler.callbacks = [one for one in self._handler.callbacks if not isinstance(one, _Last)]
         if self.replica:
             self.replica.close()
-        self.replica = None
+        self.replica = self._handler = self._trained = None
         if isinstance(self._group, Group) and not self._given:
             self._group.close()
         self._group = self._given
@@ -362,12 +407,36 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         if self._sampler:
             self._sampler.ended = True
 
-    def _show(self, evaluates: bool, saves: bool) -> None:
-        """Let the trainer evaluate and save the anchors, and the mean of all replicas' buffers. Collective in a fixed group."""
+    def _remember(self, control: TrainerControl) -> None:
+        """Take a sample of the weights, before other callbacks exchange them to evaluate or save others."""
+        due = control.should_evaluate or control.should_save
+        self._trained = sample(self._attached().model) if due else None
+
+    def _swapped(self) -> bool:
+        """Whether another callback has put other weights into the model than those that are trained."""
+        return self._trained is not None and not torch.equal(sample(self._attached().model), self._trained)
+
+    def show(self, evaluates: bool, saves: bool) -> None:
+        """Let the trainer evaluate and save the anchors, and the mean of all replicas' buffers, unless another callback has put weights of its own
+        there. Collective in a fixed group."""
         self._evaluates = evaluates
-        if self.weights == "anchors" and not self._ended and (evaluates or saves):
-            self._anchored.enter_context(self._attached().anchored())
-            self._anchored.enter_context(self._attached().averaged_buffers())
+        if self.weights == "own" or self._ended or not (evaluates or saves):
+            return
+        self._yielded = self._swapped()
+        if self._yielded:
+            with self._attached().averaged_buffers():  # other replicas may be without that callback
+                return
+        self._anchored.enter_context(self._attached().anchored())
+        self._anchored.enter_context(self._attached().averaged_buffers())
+
+    def hide(self) -> None:
+        """Put the replica's own weights and buffers back."""
+        self._anchored.close()
+
+    def evaluated(self) -> None:
+        """Let the trainer save the anchors, if another callback's weights were evaluated and it has put back the trained ones."""
+        if self._yielded and not self._swapped():
+            self.show(self._evaluates, saves=True)
 
     def _found(self, args: TrainingArguments, state: TrainerState) -> checkpoint.Checkpoint | None:
         """This replica's state at the step at which the trainer resumes; None if it begins."""
@@ -397,3 +466,31 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
 def _load(found: checkpoint.Checkpoint, replica: Replica) -> None:
     checkpoint.load(found, replica)
+
+
+class _Last(TrainerCallback):
+    """Does behind all other callbacks what `bridge` must do after they have updated, exchanged and put back weights."""
+
+    def __init__(self, bridge: ThinwireCallback) -> None:
+        self.bridge = bridge
+
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        self.bridge.show(args.eval_on_start, saves=False)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.bridge.hide()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.bridge.show(control.should_evaluate, control.should_save)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.bridge.show(control.should_evaluate, control.should_save)
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self.bridge.evaluated()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.bridge.saved(args, state)
+
+    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        self.bridge.leave(args)

@@ -40,7 +40,10 @@ def check(trainer: Trainer, module: LightningModule, size: int, weights: str) ->
     by_time = getattr(trainer, "_val_check_time_interval", None)
     bare = any(isinstance(one, ModelCheckpoint) and one.save_weights_only for one in callbacks)
     refused = {
-        "automatic_optimization=False": (not module.automatic_optimization, "put a Replica into your own loop"),
+        "automatic_optimization=False with a GradScaler (16-mixed)": (
+            not module.automatic_optimization and getattr(trainer.precision_plugin, "scaler", None) is not None,
+            "choose bf16-mixed: each replica would leave out other steps",
+        ),
         "ModelCheckpoint(save_weights_only=True)": (anchors and bare, "leave it out, or choose weights='own'"),
         "val_check_interval as a time, for a model with floating-point buffers, or a monitored metric": (
             size > 1 and by_time and ((anchors and floating(module) != []) or monitored(trainer) != []),
@@ -103,6 +106,10 @@ def check_member(trainer: Trainer, member: Membership, sampler: MemberSampler | 
                 "write DataLoader(data, ..., sampler=callback.share(data)), or ThinwireCallback(..., own_data=True) if each has data of its own",
             ),
             **_averaging(trainer),
+            "automatic_optimization=False": (
+                not trainer.lightning_module.automatic_optimization,
+                "put a Replica into your own loop: a trainer that steps several optimizers by hand cannot jump to the step of the others",
+            ),
             "a learning rate schedule by epochs": (
                 any(one.interval != "step" for one in trainer.lr_scheduler_configs),
                 'return {"scheduler": ..., "interval": "step"} from configure_optimizers',
