@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -164,6 +165,18 @@ def main(folder: Path) -> None:
         resume=str(folder / "whole" / ("replica-1" if rank else "") / "checkpoint-8"),
     )
     found["resumed"] = weights(resumed)
+    found["restarts"], restarted = [], folder / "restarted"
+    for lost in ("none", "12", "8"):
+        callback, kept = ThinwireCallback(STREAMING), restarted / ("replica-1" if rank else "")
+        trainer = Trainer(model(), arguments(restarted), train_dataset=Tokens(), callbacks=[callback])
+        newest = callback.newest()
+        trainer.train(resume_from_checkpoint=newest)
+        found["restarts"].append((newest and Path(newest).name, weights(trainer)))
+        if rank and lost == "none":  # it was killed before its last save
+            shutil.rmtree(kept / "checkpoint-12")
+        elif lost == "12" and not rank:  # the save of the other was cut off
+            shutil.rmtree(kept / "checkpoint-12")
+            shutil.rmtree(kept / "checkpoint-8/thinwire")
     found["of another"] = refused(
         folder / "whole",
         ThinwireCallback(STREAMING, group),

@@ -10,6 +10,8 @@ the processes. Training data are still divided among them. Needs the extra: pip 
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -34,7 +36,7 @@ with needs("trainer"):
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import count_skipped, equalize, sample, too_short
+from thinwire.integrations.attached import count_skipped, equalize, newest_of_all, sample, too_short
 from thinwire.integrations.huggingface_checks import (
     ProcessPlace,
     check,
@@ -50,6 +52,7 @@ from thinwire.integrations.members import Drawn, MemberSampler, keep_to_the_end,
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
+from thinwire.records.files import flush
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import agree_on_resume, compare_settings
 from thinwire.runtime.loop_warnings import silent
@@ -64,8 +67,9 @@ class ThinwireCallback(TrainerCallback, ExportableState):
     """Makes each process of a `Trainer` a replica under `strategy`; an optimizer step of the trainer is an inner step.
 
     Each replica writes its own whole checkpoints: replica 0 in `output_dir`, replica r in `output_dir/replica-r`. The folder `thinwire/`
-    beside the trainer's files has the replica's own weights, moments, anchors and rounds in flight. `resume_from_checkpoint=True` resumes
-    from it, bit for bit, all replicas at one step. Only replica 0 logs. When training ends all models are equal, and only replica 0 saves.
+    beside the trainer's files has the replica's own weights, moments, anchors and rounds in flight.
+    `trainer.train(resume_from_checkpoint=callback.newest())` starts, and resumes from it, bit for bit, all replicas at one step. Only replica 0
+    logs. When training ends all models are equal, and only replica 0 saves.
 
     A step that a GradScaler skips trains nothing and counts as an inner step, so that all replicas keep to the same steps.
 
@@ -105,6 +109,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._sampler: MemberSampler | None = None
         self._jumped = self._logged = 0  # skipped steps since the last logged loss, and the step of that loss
         self._place = ProcessPlace(0, 1)
+        self._args: TrainingArguments | None = None
         self._anchored = ExitStack()
         self._ended = self._evaluates = self._made = self._warned = False
         self._checked = False  # whether the state after the first step can be saved
@@ -125,6 +130,50 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._sampler = MemberSampler(len(samples), seed, self._member, self._anchored.close)
         return Drawn(samples, self._sampler)
 
+    def newest(self) -> str | None:
+        """For `trainer.train(resume_from_checkpoint=callback.newest())`, which starts a training and resumes it. Collective in a fixed group.
+
+        Returns:
+            The checkpoint of this replica at the newest step of which every replica has a whole one; None at the first start. Later ones, and
+            torn ones, are renamed to passed-over-checkpoint-N: they belong to another future of this run.
+
+        Raises:
+            ConfigurationError: no Trainer was made with this callback.
+            CheckpointError: no step is common to all replicas, and more than the first save would be lost.
+            LinkError: another replica was lost, or has not called it.
+        """
+        if self._args is None:
+            raise ConfigurationError(
+                "newest() before the Trainer was made: it has the folder of this replica. Write Trainer(..., callbacks=[callback]) first."
+            )
+        folder, skipped = Path(str(self._args.output_dir)), list[str]()
+        found = {
+            int(path.name[11:]): path for path in folder.glob("checkpoint-*") if re.fullmatch(r"[0-9]+", path.name[11:])
+        }
+        whole = [
+            (step,)
+            for step, path in sorted(found.items())
+            if not (problem := _torn(path, step)) or skipped.append(problem)
+        ]
+        try:
+            common = newest_of_all(whole, skipped, None if self._member else self._meet(self._args), folder)
+        except BaseException:
+            self.close()
+            raise
+        newest = common[0] if common else 0
+        for step, path in found.items():
+            if step > newest:
+                aside = path.with_name(f"passed-over-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+        return str(found[newest]) if common else None
+
+    def _meet(self, args: TrainingArguments) -> Group:
+        """The replicas of a fixed group."""
+        if not isinstance(self._group, Group):
+            self._group = self._place.group(args.ddp_timeout)
+        return self._group
+
     def state(self) -> dict[str, Any]:
         """For `trainer_state.json`: the replica whose checkpoint it is."""
         return {"args": {}, "attributes": self._whose()}
@@ -136,7 +185,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let accelerate see one process, except when it divides the data."""
-        self._made = True
+        self._made, self._args = True, args
         rank, size, local = found_place(PartialState())
         if isinstance(self._given, Group):
             rank, size = self._given.rank, self._given.size
@@ -159,6 +208,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 "the callback was added after the Trainer was made, which has then found the other processes: it is needed before. Write "
                 "Trainer(..., callbacks=[callback])."
             )
+        if sum(isinstance(one, ThinwireCallback) for one in _handler().callbacks) > 1:
+            raise ConfigurationError("two ThinwireCallbacks in one Trainer: one is needed. Leave the other out.")
         check_hidden()
         if state.is_hyper_param_search:
             raise ConfigurationError(
@@ -172,6 +223,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 "needed. Give bf16=True, or another strategy."
             )
         inner = getattr(optimizer, "optimizer", optimizer)
+        if found and not (found.path.parents[1] / "scheduler.pt").exists():
+            _load_schedule(found, given["lr_scheduler"], getattr(optimizer, "scaler", None))
         resume = partial(_load, found) if found else None
         self._ended, self._jumped, self._logged = False, 0, state.global_step
         if self._member:
@@ -183,8 +236,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         else:
             if not self.own_data:
                 check_share(loader, place)
-            self._group = group = self._given or place.group(args.ddp_timeout)
-            assert isinstance(group, Group)
+            group = self._meet(args)
             told_of = facts(state, loader, self.own_data) | {"metric_for_best_model": args.metric_for_best_model}
             # all average them at the same steps
             if args.metric_for_best_model or (self.weights == "anchors" and floating(model)):
@@ -209,10 +261,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
     def _take_place(self) -> None:
         """Come before all callbacks but the trainer's own flow, with a helper behind all: others update averages of weights, and exchange weights, in
         the same events, and the two exchanges must not cross."""
-        frame = sys._getframe(1)
-        while not isinstance(handler := frame.f_locals.get("self"), CallbackHandler):
-            assert frame.f_back is not None, "only a trainer calls on_train_begin"
-            frame = frame.f_back
+        handler = _handler()
         others = [one for one in handler.callbacks if one is not self]
         flow = sum(isinstance(one, DefaultFlowCallback) for one in others[:1])
         handler.callbacks.append(
@@ -357,8 +406,20 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._save(args, state)
 
     def _save(self, args: TrainingArguments, state: TrainerState) -> None:
-        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / FOLDER
-        checkpoint.save(folder, self._attached(), self._whose(), frozen=False)
+        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        files = [path for path in folder.iterdir() if path.is_file()]
+        for path in (*files, folder):  # before Thinwire's part, which says that they are whole
+            flush(path)
+        notes = self._whose() | {"files": {path.name: path.stat().st_size for path in files}}
+        if args.save_only_model:
+            notes |= self._unsaved_by_trainer()
+        checkpoint.save(folder / FOLDER, self._attached(), notes, frozen=False)
+
+    def _unsaved_by_trainer(self) -> dict[str, Any]:
+        """What a trainer with `save_only_model` leaves out and a resume needs."""
+        assert self._handler is not None
+        scaler = getattr(self._handler.optimizer, "scaler", None)
+        return {"schedule": self._handler.lr_scheduler.state_dict(), "scaler": scaler.state_dict() if scaler else None}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the outer weights in the model, or the best ones if the trainer has loaded these."""
@@ -464,8 +525,47 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         return checkpoint.read(path)
 
 
+def _handler() -> CallbackHandler:
+    """The handler of the trainer that calls the present `on_train_begin`."""
+    frame = sys._getframe(1)
+    while not isinstance(handler := frame.f_locals.get("self"), CallbackHandler):
+        assert frame.f_back is not None, "only a trainer calls on_train_begin"
+        frame = frame.f_back
+    return handler
+
+
 def _load(found: checkpoint.Checkpoint, replica: Replica) -> None:
     checkpoint.load(found, replica)
+
+
+def _load_schedule(found: checkpoint.Checkpoint, schedule: Any, scaler: Any) -> None:
+    """Restore the schedule and the scaler of a trainer with `save_only_model`."""
+    notes = found.manifest["notes"]
+    if "schedule" not in notes:
+        raise CheckpointError(
+            f"{found.path.parents[1]} has no scheduler.pt: without it the learning rate would begin anew. Restore that file."
+        )
+    schedule.load_state_dict(notes["schedule"])
+    if scaler is not None and notes["scaler"]:
+        scaler.load_state_dict(notes["scaler"])
+
+
+def _torn(path: Path, step: int) -> str:
+    """Why a checkpoint of the trainer is not whole; empty if it is."""
+    own = path / FOLDER / f"step-{step:08d}"
+    if not own.is_dir():
+        return (
+            f"{path} has no {own.relative_to(path)}: its save was cut off, or it is of a training without this callback"
+        )
+    try:
+        files = checkpoint.read(own).manifest["notes"].get("files", {})
+    except CheckpointError as error:
+        return str(error)
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size < size:
+            return f"{file} is missing, or shorter than it was written"
+    return ""
 
 
 class _Last(TrainerCallback):
