@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,10 +20,9 @@ from thinwire.membership import Lighthouse
 from thinwire.testing.toy import same_bits
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+    from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.plugins.precision import MixedPrecision
     from lightning_trainer import (
         EPOCH,
@@ -281,6 +282,35 @@ def test_replicas_that_resume_at_different_steps_are_told_both(tmp_path):
 
     for said in tw.run_threads(2, replica, timeout=LIMIT):
         assert f"replica 1 resumes at step {EPOCH}, replica 0 at step {2 * EPOCH}; choose one step for all" in said
+
+
+def test_one_form_starts_and_resumes_from_the_newest_checkpoint_that_all_hold_whole(tmp_path):
+    """A logger gives each start a folder of its own. Replica 1 loses its newest, then that of replica 0 is torn."""
+
+    def replica(group: tw.Group) -> tuple[list[str | None], list[Any]]:
+        folder, names, got = tmp_path / f"{group.rank}", [], []
+        for start in range(3):
+            callback = ThinwireCallback(STREAMING, group)
+            keep = ModelCheckpoint(filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+            given = {"resume": callback.newest, "keep": keep, "count": 4 * EPOCH, "logger": CSVLogger(folder)}
+            module = fit(folder, callback, **given)
+            names.append(module.began and Path(module.began).name)
+            got.append(weights(module))
+            newest = max(folder.rglob("*.ckpt"), key=lambda path: path.name)
+            if start == 0 and group.rank == 1:
+                newest.unlink()
+            elif start == 1 and group.rank == 0:
+                os.truncate(newest, 1000)
+        return names, got
+
+    for names, got in tw.run_threads(2, replica, timeout=LIMIT):
+        assert names == [None, "epoch=1.ckpt", "epoch=1.ckpt"]
+        assert all(one.shape == got[0].shape for one in got)
+    callback = ThinwireCallback(STREAMING)
+    whole = weights(fit(tmp_path / "alone", callback, resume=callback.newest))
+    (tmp_path / "alone/checkpoints/epoch=2.ckpt").unlink()
+    again = fit(tmp_path / "alone", callback, resume=callback.newest)
+    assert Path(again.began).name == "epoch=1.ckpt" and same_bits(weights(again), whole)
 
 
 def test_the_ddp_strategy_of_lightning_is_refused(tmp_path):

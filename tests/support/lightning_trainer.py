@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def fit(
     callback: ThinwireCallback | None = None,
     sampler: Any = None,
     count: int = 2 * EPOCH,
-    resume: Path | None = None,
+    resume: Path | Callable[[Trainer], str | None] | None = None,
     keep: Callback | None = None,
     loader: Any = DataLoader,
     module: Module | None = None,
@@ -182,7 +183,8 @@ def fit(
         callbacks=[*(callbacks or filter(None, [callback])), keep],
         **(given | options),
     )
-    trainer.fit(module, loader, DataLoader(Points(4), batch_size=4), ckpt_path=resume)
+    module.began = resume(trainer) if callable(resume) else resume
+    trainer.fit(module, loader, DataLoader(Points(4), batch_size=4), ckpt_path=module.began)
     module.seen = data.seen
     return module
 

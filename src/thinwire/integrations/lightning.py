@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,13 +34,14 @@ with needs("lightning"):
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import equalize, sample
+from thinwire.integrations.attached import equalize, newest_of_all, sample
 from thinwire.integrations.lightning_checks import (
     batch_size,
     check,
     check_folders,
     check_member,
     check_share,
+    checkpoints_of,
     validations,
 )
 from thinwire.integrations.lightning_metrics import all_monitored, average
@@ -62,7 +64,7 @@ class ThinwireCallback(Callback):
     """Makes each process of a `Trainer` a replica under `strategy`; an optimizer step of the trainer is an inner step.
 
     Each replica writes its own checkpoints, with its own weights, moments, anchors and rounds in flight: `trainer.fit(...,
-    ckpt_path=...)` resumes from there, all replicas at one step. When training ends all models are equal.
+    ckpt_path=callback.newest(trainer))` starts, and resumes from there, all replicas at one step. When training ends all models are equal.
 
     A step that a GradScaler skips trains nothing and counts as an inner step, so that all replicas keep to the same steps.
 
@@ -127,6 +129,33 @@ class ThinwireCallback(Callback):
             return self._sampler
         return DistributedSampler(data, self.replicas, self.rank, shuffle=shuffle, seed=seed)
 
+    def newest(self, trainer: Trainer) -> str | None:
+        """For `trainer.fit(..., ckpt_path=callback.newest(trainer))`, which starts a training and resumes it. Collective in a fixed group.
+
+        It looks for this replica's `*.ckpt` where the trainer's `ModelCheckpoint`s write them, in all versions of a logger.
+
+        Returns:
+            The checkpoint of this replica at the newest step of which every replica has a whole one; None at the first start. Later ones are
+            renamed to *.ckpt.passed-over: they belong to another future of this run.
+
+        Raises:
+            CheckpointError: no step is common to all replicas, and more than the first save would be lost.
+            LinkError: another replica was lost, or has not called it.
+        """
+        own = self._member.name if self._member else self.rank
+        found, skipped = checkpoints_of(trainer, self.state_key, own)
+        if self._member is None:
+            self._group = self._group or _meet(self.rank, self.replicas)
+        try:
+            newest = newest_of_all(found, skipped, self._group, Path(trainer.default_root_dir))
+        except BaseException:
+            self.close()
+            raise
+        for position, paths in found.items():
+            for path in paths if newest is None or position > newest else []:
+                path.rename(path.with_name(f"{path.name}.passed-over"))
+        return str(found[newest][0]) if newest else None
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise `ConfigurationError` for settings that cannot work, before Lightning wraps anything."""
         if stage == "fit":
@@ -138,7 +167,7 @@ class ThinwireCallback(Callback):
         if self._member is not None:
             self._start = partial(self._begin, trainer, pl_module)
             return
-        self._group = self._given or _meet(self.rank, self.replicas)
+        self._group = self._group or _meet(self.rank, self.replicas)
         facts = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
         compare_settings(self._group, facts | {"accumulate_grad_batches": trainer.accumulate_grad_batches})
         check_folders(trainer, self._group)

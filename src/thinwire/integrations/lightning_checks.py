@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import socket
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -14,7 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from thinwire.comm import Group
 from thinwire.comm.group import gather
-from thinwire.errors import ConfigurationError
+from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.lightning_metrics import monitored
 from thinwire.integrations.members import MemberSampler, refuse
 from thinwire.integrations.traffic import gradient_nbytes
@@ -76,6 +79,43 @@ def check_folders(trainer: Trainer, group: Group) -> None:
                     f"replicas {seen[place]} and {rank} would write checkpoints into one folder, {json.loads(place)[1]}: each needs its own. "
                     'Write Trainer(default_root_dir=f"runs/replica-{callback.rank}"), and a dirpath likewise.'
                 )
+
+
+def checkpoints_of(
+    trainer: Trainer, callback: str, replica: object
+) -> tuple[dict[tuple[int, int], list[Path]], list[str]]:
+    """The checkpoints of this `replica`, by their position: step, and epochs that were over; the newest file first. And why others were skipped."""
+    root = trainer.default_root_dir
+    folders: list[Any] = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+    # where Lightning puts those without a dirpath: each start of a logger has a version of its own
+    folders += [Path(one.save_dir or root) / str(one.name or "") for one in trainer.loggers] or [
+        Path(root) / "checkpoints"
+    ]
+    below = [path for folder in folders if folder for path in Path(folder).rglob("*.ckpt")]
+    paths = {path.resolve() for path in (*below, *Path(root).glob("*.ckpt"))}
+    found: dict[tuple[int, int], list[Path]] = {}
+    skipped: list[str] = []
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                torn = archive.testzip()
+        except (OSError, zipfile.BadZipFile) as error:
+            torn = str(error)
+        if torn:
+            skipped.append(f"{path} is damaged: {torn}")
+            continue
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            first = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"{path} holds other objects than tensors and plain values ({first:.300}), so it is not read: it may not be of this run. Allow "
+                "the classes by torch.serialization.add_safe_globals, move the file away, or choose the ckpt_path yourself."
+            ) from None
+        if saved.get("callbacks", {}).get(callback, {}).get("replica") == replica:
+            over = saved["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+            found.setdefault((int(saved["global_step"]), int(over)), []).append(path)
+    return found, skipped
 
 
 def check_share(trainer: Trainer, rank: int, size: int) -> None:
