@@ -357,6 +357,36 @@ def test_parameters_outside_the_model_are_refused():
         attached(optimizer=beside)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("skipped", ["a", "b"])
+def test_a_scaler_may_skip_the_step_of_one_of_two_optimizers(skipped, fused):
+    """On one replica only, and more than once: the others' inner steps still count, and all end with the same weights."""
+
+    def trained(group: tw.Group) -> nn.Module:
+        data = torch.Generator().manual_seed(group.rank)
+        model = nn.ModuleDict({name: nn.Linear(8, 1) for name in "ab"})
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.1)
+        both = [torch.optim.AdamW(model[name].parameters(), lr=0.01, fused=fused) for name in "ab"]
+        scaler, batches = torch.amp.GradScaler("cpu", init_scale=8.0), 0
+        with tw.Replica(tw.local_sgd(every=4), model, both, group) as replica:
+            while replica.step < 12:
+                batches += 1
+                x = torch.randn(16, 8, generator=data)
+                for name in "ab":
+                    bad = name == skipped and group.rank == 0 and batches in (3, 5, 8)
+                    scaler.scale(model[name](x).square().mean() * (float("inf") if bad else 1.0)).backward()
+                for optimizer in both:
+                    scaler.step(optimizer)
+                scaler.update()
+                for optimizer in both:
+                    optimizer.zero_grad()
+        return model
+
+    one, other = tw.run_threads(2, trained, timeout=60)
+    assert all(torch.equal(p, q) and bool(p.isfinite().all()) for p, q in zip(one.parameters(), other.parameters()))
+
+
 def test_optimizers_that_step_unequally_are_refused():
     """For example, in a GAN whose discriminator steps more often."""
 

@@ -138,7 +138,8 @@ class LocalSGD:
         if self.replica.step == self._counted:
             if self._accumulates():
                 return
-            for optimizer in self._optimizers:
+            # of several, the scaler may have skipped some
+            for optimizer in [one for one in self._optimizers if one.step_was_skipped] or self._optimizers:
                 count_skipped(optimizer)
         self._counted = self.replica.step
 

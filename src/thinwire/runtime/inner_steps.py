@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -90,7 +92,7 @@ class InnerSteps:
     """Calls `driver` around each inner step of the loop that steps `optimizers`, and counts the step in `training`.
 
     One step of the optimizer is one inner step; with several optimizers, one step of each in any order. A step that a `GradScaler` skips
-    does not count.
+    does not count; if it skips that of some of several optimizers, the inner step ends when one steps again.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], training: Training, driver: Driver) -> None:
@@ -191,10 +193,12 @@ class InnerSteps:
         self.check()
         self._interrupted |= self._stepping
         if id(optimizer) not in self._due:
-            raise ModelError(
-                "one optimizer has stepped twice while another has not stepped once; of several that are given to a Replica each must step "
-                "once in an inner step. Step them equally often (with one GradScaler for each they may not), or give one optimizer."
-            )
+            if self._gradients or not _scaled():
+                raise ModelError(
+                    "one optimizer has stepped twice while another has not stepped once; of several that are given to a Replica each must step "
+                    "once in an inner step. Step them equally often, or give one optimizer."
+                )
+            self._end_step()  # the scaler has skipped the step of another one, of which no hook tells
         if self._driver.uses_gradients and getattr(optimizer, "grad_scale", None) is not None:
             raise ModelError(
                 "a GradScaler leaves the gradients scaled for a fused optimizer, and this strategy, which exchanges gradients, would add those of "
@@ -217,8 +221,11 @@ class InnerSteps:
         if self._skipped(optimizer):
             return
         self._due.discard(id(optimizer))
-        if self._due:
-            return
+        if not self._due:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Count the inner step that has ended."""
         self._due, self._exchanged, self._early = set(self._all), False, []
         if not self._taken:  # most optimizers make their state in the first step
             self._training.copies.find(self._training.anchor_of_each())
@@ -243,6 +250,14 @@ class InnerSteps:
         """Whether a `GradScaler` skipped this step. If gradients are exchanged, all replicas have refused the step, and count it."""
         found = getattr(optimizer, "found_inf", None)
         return found is not None and not self._gradients and bool(found.item())
+
+
+def _scaled() -> bool:
+    """Whether a `GradScaler` calls the present step of an optimizer."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and not isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
