@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -29,7 +30,7 @@ from thinwire.integrations.extras import needs
 
 with needs("trainer"):
     from accelerate.state import PartialState
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
     from transformers.optimization import GreedyLR
     from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
@@ -228,6 +229,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         resume = partial(_load, found) if found else None
         self._ended, self._jumped, self._logged = False, 0, state.global_step
         if self._member:
+            if hasattr(args, "num_generations"):  # TRL seeds sampling by the process, and each member is process 0
+                set_seed((args.seed + zlib.crc32(self._member.name.encode())) % 2**32)
             self.replica = self._join(args, state, loader, model, inner, resume)
             self._catch_up(args, state, TrainerControl(), given["lr_scheduler"])
             # the run has ended, and a member has kept the final state for this one
