@@ -378,6 +378,24 @@ def test_a_trainer_that_returns_takes_only_what_has_moved(tmp_path):
     assert 0 < sum(other.given[1:]) < other.given[0]
 
 
+def test_members_that_sample_completions_have_seeds_of_their_own(tmp_path):
+    """TRL's trainers that do have `num_generations`, and seed each process by its number, which is 0 on all members."""
+    seeds = set()
+    for name in ("paris", "oslo"):
+        lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"", lambda _: None)
+        member = membership(lighthouse.address, name)
+        callback, given = (
+            ThinwireCallback(AVERAGE, member, own_data=True, keep_seconds=0.0),
+            arguments(tmp_path, max_steps=1),
+        )
+        given.num_generations = 2
+        Trainer(model(), given, train_dataset=Tokens(), callbacks=[callback]).train()
+        seeds.add(torch.initial_seed())
+        member.close()
+        lighthouse.close()
+    assert len(seeds) == 2
+
+
 def test_unsupported_settings_of_an_elastic_member_are_refused(tmp_path):
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"", lambda _: None)
     member = membership(lighthouse.address, "a")
