@@ -391,7 +391,7 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
         training_state.check_model(model, weights, manifest["frozen"])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    training_state.check_optimizer_class(optimizer, classes)
+    training_state.check_optimizer_class(optimizer, classes or [])
     own = training_state.parameters_of(optimizer)
     packages = training_state.packages_of(optimizer)
     state = unpack(Packed(facts["state"], inner.tensors), "the optimizer's state", own, packages=packages, **places)

@@ -147,15 +147,12 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             raise ConfigurationError(
                 "newest() before the Trainer was made: it has the folder of this replica. Write Trainer(..., callbacks=[callback]) first."
             )
-        folder, skipped = Path(str(self._args.output_dir)), list[str]()
+        folder = Path(str(self._args.output_dir))
         found = {
             int(path.name[11:]): path for path in folder.glob("checkpoint-*") if re.fullmatch(r"[0-9]+", path.name[11:])
         }
-        whole = [
-            (step,)
-            for step, path in sorted(found.items())
-            if not (problem := _torn(path, step)) or skipped.append(problem)
-        ]
+        torn = {step: _torn(path, step) for step, path in sorted(found.items())}
+        whole, skipped = [(step,) for step, why in torn.items() if not why], [why for why in torn.values() if why]
         try:
             common = newest_of_all(whole, skipped, None if self._member else self._meet(self._args), folder)
         except BaseException:

@@ -83,7 +83,7 @@ def check_folders(trainer: Trainer, group: Group) -> None:
 
 def checkpoints_of(
     trainer: Trainer, callback: str, replica: object
-) -> tuple[dict[tuple[int, int], list[Path]], list[str]]:
+) -> tuple[dict[tuple[int, ...], list[Path]], list[str]]:
     """The checkpoints of this `replica`, by their position: step, and epochs that were over; the newest file first. And why others were skipped."""
     root = trainer.default_root_dir
     folders: list[Any] = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
@@ -93,7 +93,7 @@ def checkpoints_of(
     ]
     below = [path for folder in folders if folder for path in Path(folder).rglob("*.ckpt")]
     paths = {path.resolve() for path in (*below, *Path(root).glob("*.ckpt"))}
-    found: dict[tuple[int, int], list[Path]] = {}
+    found: dict[tuple[int, ...], list[Path]] = {}
     skipped: list[str] = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
