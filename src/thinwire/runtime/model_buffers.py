@@ -8,11 +8,7 @@ each replica's own weights, so their digests are compared now and then (`Flights
 from __future__ import annotations
 
 import hashlib
-<<<<<<< HEAD
 from collections.abc import Callable, Collection, Iterator, Sequence
-=======
-from collections.abc import Callable, Iterator, Sequence
->>>>>>> help-bridges
 from contextlib import contextmanager
 
 import torch
@@ -208,14 +204,7 @@ def _mean(own: Tensor, size: int, gathered: Gather) -> tuple[Tensor, Tensor]:
         theirs = torch.frombuffer(bytearray(said), dtype=torch.float32)
         mean += theirs
         alike &= theirs == own
-<<<<<<< HEAD
     return mean / size, alike
-=======
-    sizes = [one.numel() for one in buffers]
-    for buffer, values, same in zip(buffers, torch.split(mean / size, sizes), torch.split(alike, sizes)):
-        same, values = (one.view_as(buffer).to(buffer.device) for one in (same, values))
-        buffer.copy_(torch.where(same, buffer, values.to(buffer.dtype)))
->>>>>>> help-bridges
 
 
 class SharedBuffers:
@@ -261,11 +250,7 @@ class SharedBuffers:
         """Set them to the mean, if that is the policy, and warn of frozen parameters that differ. Collective in a fixed group."""
         unlike = self._unlike(gathered)
         if self._among:
-<<<<<<< HEAD
             average([*floating(self._model), *self._frozen.parts(unlike)], self._among.size, gathered)
-=======
-            average(floating(self._model), self._among.size, gathered)
->>>>>>> help-bridges
 
     @contextmanager
     def averaged(self, gathered: Gather) -> Iterator[None]:
