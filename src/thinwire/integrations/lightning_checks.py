@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import pickle
 import socket
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -105,8 +103,8 @@ def checkpoints_of(
             skipped.append(f"{path} is damaged: {torn}")
             continue
         try:
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
+            saved = trainer.strategy.load_checkpoint(path, weights_only=True)
+        except Exception as error:  # of which kind, is its reader's choice
             first = str(error).strip().partition("\n")[0]
             raise CheckpointError(
                 f"{path} holds other objects than tensors and plain values ({first:.300}), so it is not read: it may not be of this run. Allow "

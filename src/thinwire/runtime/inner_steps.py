@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -146,8 +145,7 @@ class InnerSteps:
         """Run the driver's work before the optimizer's step now, and not again in the step."""
         self.check_whole()
         self._exchanged = True
-        with self._driving():
-            self._driver.before_inner_step(closure)
+        self._drive(lambda: self._driver.before_inner_step(closure))
 
     def check_whole(self) -> None:
         """Raise `DisagreementError` if an earlier step did not end: it may have left out what the other replicas did."""
@@ -229,18 +227,22 @@ class InnerSteps:
         self._due, self._exchanged, self._early = set(self._all), False, []
         if not self._taken:  # most optimizers make their state in the first step
             self._training.copies.find(self._training.anchor_of_each())
-        with self._driving():
-            self._taken += 1
-            self._training.step += 1
-            self._driver.after_inner_step()
+        self._drive(self._count_step)
 
-    @contextmanager
-    def _driving(self) -> Iterator[None]:
-        """A context for the driver's part of a step, which measures it, and notices a Ctrl-C."""
+    def _count_step(self) -> None:
+        self._taken += 1
+        self._training.step += 1
+        self._driver.after_inner_step()
+
+    def _drive(self, work: Callable[[], None]) -> None:
+        """Do the driver's `work` of a step, measure it, and notice a Ctrl-C."""
         began = self._training.clock()
         try:
-            with self._training.copies.following():
-                yield
+            if self._training.copies.active:
+                with self._training.copies.following():
+                    work()
+            else:
+                work()  # contexts take a while, and this is called in every step
         except BaseException as error:
             self._interrupted |= not isinstance(error, Exception)
             raise

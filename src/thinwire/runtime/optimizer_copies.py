@@ -203,10 +203,13 @@ class WeightCopies:
     def _equal(self, number: int, copy: Tensor, start: Mapping[int, Tensor]) -> bool:
         """Whether `copy` has the values of the parameter, now or at the start, up to rounding; and not those of the gradient, which momentum has."""
         parameter = self._parameters[number]
-        if parameter.grad is not None and _near(copy, local(parameter.grad.detach())):
-            return False
         first = start.get(id(parameter))
-        return _near(copy, local(parameter.detach())) or (first is not None and _near(copy, first))
+        if not _near(copy, local(parameter.detach())) and (first is None or not _near(copy, first)):
+            return False
+        gradient = None if parameter.grad is None else local(parameter.grad.detach())
+        if gradient is not None and gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
+        return gradient is None or not _near(copy, gradient)
 
     def _walk(self) -> Iterator[tuple[str, int | None, Tensor]]:
         """Every dense tensor of floating point that the optimizers hold, except the parameters: its place, and the parameter in its path."""
@@ -271,16 +274,16 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def _near(copy: Tensor, values: Tensor) -> bool:
-    """Whether `copy` has these values, up to the rounding of the coarser dtype."""
-    copy, narrow = copy.reshape(-1), values.reshape(-1)
-    if copy.numel() != narrow.numel() or copy.device != narrow.device:
+    """Whether `copy` has these values, up to the rounding of the coarser dtype. It may be on another device."""
+    if type(values) is not Tensor or not values.is_floating_point() or copy.numel() != values.numel():
         return False
-    eps = max(torch.finfo(copy.dtype).eps, torch.finfo(narrow.dtype).eps)
-    largest = 4 * narrow.abs().amax().float() if narrow.numel() else narrow
+    copy, values = copy.reshape(-1), values.reshape(-1)
+    eps = max(torch.finfo(copy.dtype).eps, torch.finfo(values.dtype).eps)
+    largest = 4 * values.abs().amax().float().to(copy.device) if values.numel() else values
     for end in (64, copy.numel()):  # most tensors differ at once
-        a, b = copy[:end].float(), narrow[:end].float()
+        a, b = copy[:end].float(), values[:end].to(copy.device).float()
         # Of a narrower parameter each value is rounded by itself; two steps of one dtype round at the size of what they subtract from.
-        scale = a.abs() if copy.dtype != narrow.dtype else largest
+        scale = a.abs() if copy.dtype != values.dtype else largest
         if not bool(((a - b).abs() <= eps * scale).all()):
             return False
     return True
@@ -290,6 +293,7 @@ def _move(tensor: Tensor, change: Tensor, before: Tensor, after: Tensor) -> None
     """Move `tensor` by the `change` from `before` to `after`, exactly to `after` where it was at `before`, and where NaN or infinity would come out
     because weights that were not finite have restarted from the anchors.
     """
+    change, before, after = (one.to(tensor.device) for one in (change, before, after))
     moved = tensor + change
     there = (tensor == before) | ~torch.isfinite(moved)
     tensor.copy_(torch.where(there, after.to(moved), moved))
