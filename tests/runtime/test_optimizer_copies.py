@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import thinwire as tw
-from thinwire.testing.toy import adamw, batch, inner_step, sgd, toy, weights
+from thinwire.testing.toy import adamw, batch, inner_step, same_bits, sgd, toy, weights
 
 
 class Copying(torch.optim.SGD):
@@ -76,3 +78,53 @@ def test_equal_deltas_and_unlike_optimizers_are_named_once(same):
     tw.run_threads(2, replica)
     assert sum("train on the same data" in text for text in heard) == same
     assert sum("train unlike: optimizer" in text for text in heard) == (not same)
+
+
+@pytest.mark.parametrize("kind", ["AdamWScheduleFree", "SGDScheduleFree"])
+def test_the_average_of_a_schedule_free_optimizer_is_the_model(kind):
+    """One replica that averages with itself has the bare loop's losses and ends with its average; of two, all points end equal."""
+    made = getattr(pytest.importorskip("schedulefree", reason="pip install 'thinwire[optimizers]'"), kind)
+
+    def loop(group, attach, method):
+        model, losses = toy(), []
+        optimizer = made([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        optimizer.train()
+        with attach(method, model, optimizer, group) as replica:
+            for step in range(1, 13):
+                inner_step(model, optimizer, *batch(0, group.rank, step))
+                if step % 2 == 0:
+                    optimizer.eval()
+                    losses.append(float(model(batch(1, 0, step)[0]).detach().square().mean()))
+                    with replica.anchored() if replica else nullcontext():
+                        pass
+                    optimizer.train()
+        points = [weights(model).clone()]
+        for mode in (optimizer.eval, optimizer.train, optimizer.eval):
+            mode()
+            points.append(weights(model).clone())
+        return losses, points
+
+    average = tw.local_sgd(every=3)
+    ((bare, due),) = tw.run_threads(1, lambda group: loop(group, lambda *_: nullcontext(), average))
+    ((attached, got),) = tw.run_threads(1, lambda group: loop(group, tw.Replica, average))
+    assert bare == attached and same_bits(due[1], got[1])
+    streaming = tw.streaming_diloco(every=4, fragments=2, delay=1)
+    (_, first), (_, second) = tw.run_threads(2, lambda group: loop(group, tw.Replica, streaming))
+    assert all(same_bits(one, other) for one, other in zip(first, second))
+
+
+def test_gradients_may_be_sparse():
+    """Dense state of sparse gradients is compared with them, too: it is no copy of the weights."""
+
+    def replica(group):
+        model = torch.nn.Embedding(8, 4, sparse=True)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        with tw.Replica(tw.local_sgd(every=2), model, optimizer, group):
+            for step in range(4):
+                optimizer.zero_grad()
+                model(torch.tensor([step, group.rank])).square().mean().backward()
+                optimizer.step()
+        return model.weight.detach()
+
+    assert same_bits(*tw.run_threads(2, replica))
