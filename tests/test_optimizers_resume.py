@@ -107,6 +107,30 @@ class Nested(torch.optim.SGD):
         return super().step(closure)
 
 
+class Shared(torch.optim.SGD):
+    """The same tensor, list and dict in several places of the state and the groups, and a buffer of the model."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.1)
+        model.register_buffer("seen", torch.zeros(()))
+        self.seen = model.seen
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        first, last = group["params"][0], group["params"][-1]
+        if not self.state:
+            counts, tensor = [0], torch.zeros(())
+            self.state[first] |= {"counts": counts, "nested": {"again": counts}, "tensor": tensor, "seen": self.seen}
+            self.state[last] |= {"counts": counts, "tensor": tensor}
+            group |= {"counts": counts, "tensor": tensor}
+        self.state[first]["counts"][0] += 1
+        self.state[last]["tensor"] += 1
+        self.state[first]["seen"] += 1
+        held = (self.state[last]["counts"], self.state[first]["nested"]["again"], group["counts"])
+        group["lr"] = 0.001 * (sum(counts[0] for counts in held) + float(group["tensor"] + self.seen))
+        return super().step(closure)
+
+
 class InFp32(torch.optim.Optimizer):
     """fp32 moments of bf16 weights, which torch's `load_state_dict` would round."""
 
@@ -125,6 +149,7 @@ class InFp32(torch.optim.Optimizer):
 
 SHAPES: dict[str, Callable[..., Any]] = {
     "numbers beside the state": lambda m: Counting(m.parameters(), lr=0.1, momentum=0.9),
+    "shared": Shared,
     "objects, views": lambda m: Nested(m.parameters(), lr=0.1, momentum=0.9),
     "tensors in groups": lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.01), betas=(0.9, 0.99)),
     "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1),

@@ -118,7 +118,8 @@ def _packed(replica: Trained, frozen: bool) -> tuple[Packed, Packed]:
     optimizer = replica.optimizer
     held = training_state.optimizer_state(optimizer)
     # named first, so that a message says optimizer.state[3]["hook"]
-    own, packages = training_state.parameters_of(optimizer), training_state.packages_of(optimizer)
+    own = [*replica.model.buffers(), *training_state.parameters_of(optimizer)]
+    packages = training_state.packages_of(optimizer)
     state = pack(held["state"], "optimizer", own, "optimizer.", packages)
     random = pack(_random_states(replica.model), "random", prefix="random.")
     tree = {"classes": held["classes"], "state": state.json, "random": random.json}
@@ -391,8 +392,8 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
         training_state.check_model(model, weights, manifest["frozen"])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    training_state.check_optimizer_class(optimizer, classes)
-    own = training_state.parameters_of(optimizer)
+    training_state.check_optimizer_class(optimizer, classes or [])
+    own = [*model.buffers(), *training_state.parameters_of(optimizer)]
     packages = training_state.packages_of(optimizer)
     state = unpack(Packed(facts["state"], inner.tensors), "the optimizer's state", own, packages=packages, **places)
     training_state.restore_optimizer(optimizer, {"classes": classes, "state": state})

@@ -60,7 +60,7 @@ class Replica:
       unchanged. To skip an update, call `step` with all gradients set to None.
 
     Parameters: frozen ones must be equal on all. Tied ones travel once. Any floating dtype is exchanged as fp32 and written back in its own
-    dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 and DDP are not supported.
+    dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 is not supported; DDP is inside a site.
     Cost: 4 bytes per parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in flight; a snapshot a departure, a merge a landing.
 
     Args:
@@ -110,12 +110,18 @@ class Replica:
         observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers_of(optimizer)), group
-        self._buffers, self._site, self._finished = SharedBuffers(buffers, model, group), site, False
-        training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site is not None)
+        self._site, self._finished, self._closed = site, False, False
+        training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site)
+        self._buffers = SharedBuffers(buffers, model, group, training.frozen, training.warn)
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
-        self._driver = choose(training, fragments, group, site)
+        with training.copies.following():
+            training.copies.touched()
+            self._driver = choose(training, fragments, group, site)
+        for fragment in training.fragments:
+            fragment.touched = training.copies.touched
         self._driver.join(lambda: _begin(self, observer, resume))
+        training.frozen.begin()
         optimizers_of_replica = optimizers_of(optimizer)
         self._inner_steps = InnerSteps(optimizers_of_replica, training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
@@ -186,7 +192,9 @@ class Replica:
         return list(self._driver.anchors())
 
     def anchored(self) -> AbstractContextManager[None]:
-        """A context: inside it the model holds the outer weights; afterwards the replica's own weights again, bit for bit."""
+        """A context: inside it the model holds the outer weights; afterwards the replica's own weights again, bit for bit. Raises `ModelError` at
+        its end if something else, such as a swap of averaged weights that crosses this one, has changed the model's weights meanwhile.
+        """
         return anchored(self._driver)
 
     def averaged_buffers(self) -> AbstractContextManager[None]:
@@ -213,6 +221,7 @@ class Replica:
         fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors).
         """
         self._driver.load_state(tensors, check_origin(facts, self._training, self.group, self._site))
+        self._training.frozen.begin()  # the model was loaded before
 
     def state_dict(self) -> dict[str, Any]:
         """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""
@@ -228,9 +237,18 @@ class Replica:
         """
         if self._finished:
             return
+        if self._closed:
+            raise ConfigurationError(
+                "finish() after close(): a closed Replica exchanges nothing. Call finish() first, on all replicas, or neither: `with` does both."
+            )
         self._loop_warnings.finishes(self.step)
-        over = self._inner_steps.finish(keep_seconds)
-        self._driver.load_anchors()
+        training = self._training
+        with training.copies.following():
+            over = self._inner_steps.finish(keep_seconds)
+            self._driver.load_anchors()
+        if training.copies.active and self.agreed:
+            self._driver.load_anchors()  # schedule-free optimizers moved the weights back to another point
+            training.copies.settle(training.anchor_of_each())
         self._buffers.average(self._driver.gather)
         self._finished = True
         if over:
@@ -238,6 +256,7 @@ class Replica:
 
     def close(self) -> None:
         """Detach from the optimizer and end the exchange threads. The group belongs to the caller and stays open."""
+        self._closed = True
         self._claim.release(self._finished or not self.in_flight)
         self._loop_warnings.closes()
         self._inner_steps.close()
@@ -248,7 +267,7 @@ class Replica:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:
+            if kind is None and not self._closed:  # the loop may end early with close(): then nothing is exchanged
                 self.finish()
         finally:
             self.close()

@@ -4,7 +4,8 @@
 
 An object of JSON with a key that begins with "!" is a value that JSON does not have. `pack` writes dicts with any keys, lists, tuples, sets,
 numbers of Python and numpy, arrays, bytes, dates, paths, enumerations, dataclasses, and tensors of any dtype, layout, device and subclass.
-Tensors that overlap in memory are written once, and overlap again. `unpack` finds classes only among those that are imported.
+Tensors that overlap in memory are written once, and overlap again; a list, dict or object that stands in several places is one again.
+`unpack` finds classes only among those that are imported.
 What cannot be written is refused by its path: `optimizer.state[3]["hook"]: a function ...`.
 """
 
@@ -37,6 +38,10 @@ Path = tuple[Any, ...]  # keys and indices from the root to a value, its name fi
 
 _LONG = 1024  # bytes and text above this length are stored as tensors, out of the JSON
 _WHOLE = 1 << 63  # integers of more bits are written in hexadecimal
+_VALUES = (
+    1 << 24
+)  # most values of a tree that is read; shared ones count in each of their places, because others walk through all
+_MUTABLE = (list, dict, set, collections.deque, bytearray, np.ndarray, torch.Generator)
 # dtypes that every safetensors >= 0.4.5 stores; others are stored as their bytes
 _NATIVE = frozenset(
     {
@@ -108,7 +113,7 @@ def pack(
     """
     writer = _Writer(parameters, packages)
     try:
-        json = writer.write(tree, (name,))
+        json = writer.shared(writer.write(tree, (name,)))
     except RecursionError:
         raise CheckpointError(f"{name} is nested too deeply to be saved; give a flatter state.") from None
     return Packed(json, writer.place(prefix))
@@ -182,6 +187,10 @@ class _Writer:
         self._parameters = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._leaves: list[_Leaf] = []
         self._within: set[int] = set()  # ids of the containers around the present value
+        self._written: dict[
+            int, tuple[Any, Any]
+        ] = {}  # by id: what may change and stand in several places, and its JSON
+        self._shared: dict[int, int] = {}  # by the id of the JSON of those that do: their numbers
 
     def write(self, value: Any, path: Path) -> Any:
         kind = type(value)
@@ -195,20 +204,33 @@ class _Writer:
             return value if math.isfinite(value) else {"!float": struct.pack(">d", value).hex()}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        if isinstance(value, np.generic | np.ndarray):
+        if isinstance(value, np.generic):
             return self._numpy(value, path)
         if kind in _TEXT_NAMES:
             name = _TEXT_NAMES[kind]
             return {f"!{name}": _TEXTS[name][1](value)}
         return self._container(value, path) if id(value) not in self._within else self._refuse(value, path, "itself")
 
+    def shared(self, json: Any) -> Any:
+        """`json`, with a number at each value that stands in several places."""
+        if not self._shared:
+            return json
+        for key, item in json.items() if isinstance(json, dict) else enumerate(json) if isinstance(json, list) else ():
+            json[key] = self.shared(item)
+        return {"!shared": self._shared[id(json)], "value": json} if id(json) in self._shared else json
+
     def _container(self, value: Any, path: Path) -> Any:
+        if id(value) in self._written:
+            return {"!again": self._shared.setdefault(id(self._written[id(value)][1]), len(self._shared))}
         self._within.add(id(value))
         try:
             written = self._collection(value, path)
-            return self._object(value, path) if written is None else written
+            written = self._object(value, path) if written is None else written
         finally:
             self._within.discard(id(value))
+        if isinstance(value, _MUTABLE) or hasattr(value, "__dict__"):
+            self._written[id(value)] = value, written
+        return written
 
     def _collection(self, value: Any, path: Path) -> Any:
         """A collection of values; None if it is none."""
@@ -223,8 +245,8 @@ class _Writer:
                 else {"!dict": self._pairs(value, path)}
             )
         if kind is collections.OrderedDict:  # torch's state dicts have an attribute, `_metadata`
-            extra = {"attributes": self.write(vars(value), path)} if getattr(value, "__dict__", None) else {}
-            return {"!OrderedDict": self._pairs(value, path), **extra}
+            pairs = {"!OrderedDict": self._pairs(value, path)}
+            return pairs | ({"attributes": self.write(vars(value), path)} if getattr(value, "__dict__", None) else {})
         if kind is collections.defaultdict:
             names = [name for name, factory in _FACTORIES.items() if factory is value.default_factory]
             if not names:
@@ -243,6 +265,8 @@ class _Writer:
     def _object(self, value: Any, path: Path) -> Any:
         """A value of another type."""
         kind = type(value)
+        if isinstance(value, np.ndarray):
+            return self._numpy(value, path)
         if kind in (bytes, bytearray):
             return {f"!{kind.__name__}": self._data(value, path)}
         if kind is complex:
@@ -508,8 +532,11 @@ class _Reader:
         self._tensors, self._parameters, self._devices, self._meshes = tensors, parameters, devices, meshes
         self._packages, self._copied = packages, copied
         self._made: dict[str, Tensor] = {}
+        self._shared: dict[int, tuple[Any, int]] = {}  # by number, with the number of values in it
+        self._count = 0
 
     def read(self, json: Any) -> Any:
+        self._count += 1
         if isinstance(json, list):
             return [self.read(item) for item in json]
         if not isinstance(json, dict):
@@ -534,6 +561,16 @@ class _Reader:
 
     def _plain(self, kind: str, value: Any, json: dict[str, Any]) -> Any:
         match kind:
+            case "shared":
+                before, made = self._count, self.read(json["value"])
+                self._shared[value] = made, self._count - before
+                return made
+            case "again":
+                made, count = self._shared[value]
+                self._count += count
+                if self._count > _VALUES:
+                    raise ValueError(f"it has more than {_VALUES} values")
+                return made
             case "int":
                 return int(value, 16)
             case "float":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,20 @@ def test_accumulating_by_hand_takes_the_steps_of_the_loop(scale, to_none):
     due, skipped = trained(False)
     got, _ = trained(True)
     assert same_bits(got, due) and steps == [3, 6] and (0 < skipped < 6) == (scale == 2.0**127)
+
+
+def test_unlike_numbers_of_batches_are_said_on_entry():
+    def replica(group: tw.Group) -> None:
+        with lock:
+            accelerator, plain = Accelerator(cpu=True), torch.nn.Linear(2, 1)
+            prepared = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+            accelerator.prepare_data_loader(torch.utils.data.DataLoader(range(4 + group.rank)))
+        with LocalSGD(accelerator, prepared[0], 2, group=group):
+            prepared[1].step()
+
+    lock = threading.Lock()
+    with pytest.warns(RuntimeWarning, match=r"number of batches is 5 on replica 1 and 4 on replica 0"):
+        tw.run_threads(2, replica, timeout=60)
 
 
 def test_unsupported_settings_are_refused(tmp_path):

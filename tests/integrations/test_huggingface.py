@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.comm.secure import Hub, join
-from thinwire.integrations.attached import too_short
+from thinwire.integrations.attached import newest_of_all, too_short
 from thinwire.membership import Lighthouse
 from thinwire.runtime.handshake import agree_on_resume, compare_settings
 from thinwire.testing.toy import same_bits
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         STREAMING,
         Normed,
         PowerCut,
+        Swaps,
         Then,
         Tokens,
         arguments,
@@ -72,6 +73,28 @@ def test_one_replica_with_average_changes_nothing(tmp_path, options):
     shutil.rmtree(tmp_path / "attached/checkpoint-4/thinwire")
     said = refused(tmp_path / "attached", ThinwireCallback(AVERAGE), resume=elsewhere, **options)
     assert said.endswith("Its save was cut off: delete checkpoint-4 and resume from the one before, on all replicas.")
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["thinwire first", "averages first"])
+@pytest.mark.parametrize("back", ["on_evaluate", "on_save", "on_step_begin"])
+def test_averages_that_are_swapped_in_for_evaluations_change_nothing(tmp_path, back, first):
+    """Law 11, for the averages and for a resume from a checkpoint that is written beside an evaluation, too."""
+
+    def trained(folder: Path, callback: ThinwireCallback | None, resume: object = None) -> tuple[Tensor, Tensor, Any]:
+        swaps, data = Swaps(back), {"train_dataset": Tokens(), "eval_dataset": Tokens(8)}
+        callbacks = [swaps] if not callback else [callback, swaps] if first else [swaps, callback]
+        saves = {"save_steps": 3} if back != "on_step_begin" else {"save_strategy": "no"}
+        given = arguments(folder, eval_strategy="steps", eval_steps=3, **saves)
+        trainer = Trainer(model(), given, callbacks=callbacks, **data)
+        trainer.train(resume_from_checkpoint=resume)
+        averages = torch.cat([value.flatten() for value in swaps.average.values()])
+        return weights(trainer), averages, losses(trainer)
+
+    due, got = trained(tmp_path / "bare", None), trained(tmp_path / "attached", ThinwireCallback(tw.local_sgd(every=4)))
+    assert same_bits(got[0], due[0]) and same_bits(got[1], due[1]) and got[2] == due[2]
+    if back == "on_evaluate":
+        resumed = str(tmp_path / "attached/checkpoint-6")
+        assert same_bits(trained(tmp_path / "attached", ThinwireCallback(tw.local_sgd(every=4)), resumed)[0], due[0])
 
 
 # AMP does not call the step of the first; the second skips by itself.
@@ -273,7 +296,7 @@ def test_two_processes_agree_and_send_only_packets(world):
         == one["packets"]
         == STEPS // STREAMING.schedule.every * STREAMING.nbytes_per_period(zero["shapes"], 2)
     )
-    assert said.count("thinwire: 2 replicas; each sends ") == 7  # once for each training
+    assert said.count("thinwire: 2 replicas; each sends ") == 10  # once for each training
 
 
 @pytest.mark.slow
@@ -303,6 +326,9 @@ def test_checkpoints_are_saved_rotated_and_resumed(world):
             f"CheckpointError: the trainer resumes at step 8 from a checkpoint of {{'replica': {other}"
         )
         assert "max_steps" in replica["other steps"] and replica["other steps"].startswith("DisagreementError")
+    for replica in (zero, one):
+        assert [name for name, _ in replica["restarts"]] == [None, "checkpoint-8", "checkpoint-4"]
+        assert all(same_bits(got, zero["restarts"][0][1]) for _, got in replica["restarts"])
     assert same_bits(zero["own data"], one["own data"]) and SAVED == 4
     assert zero["twice"] == [str(folder / "twice")] * 2 and one["twice"] == [str(folder / "twice/replica-1")] * 2
 
@@ -352,6 +378,24 @@ def test_a_trainer_that_returns_takes_only_what_has_moved(tmp_path):
     assert 0 < sum(other.given[1:]) < other.given[0]
 
 
+def test_members_that_sample_completions_have_seeds_of_their_own(tmp_path):
+    """TRL's trainers that do have `num_generations`, and seed each process by its number, which is 0 on all members."""
+    seeds = set()
+    for name in ("paris", "oslo"):
+        lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"", lambda _: None)
+        member = membership(lighthouse.address, name)
+        callback, given = (
+            ThinwireCallback(AVERAGE, member, own_data=True, keep_seconds=0.0),
+            arguments(tmp_path, max_steps=1),
+        )
+        given.num_generations = 2
+        Trainer(model(), given, train_dataset=Tokens(), callbacks=[callback]).train()
+        seeds.add(torch.initial_seed())
+        member.close()
+        lighthouse.close()
+    assert len(seeds) == 2
+
+
 def test_unsupported_settings_of_an_elastic_member_are_refused(tmp_path):
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"", lambda _: None)
     member = membership(lighthouse.address, "a")
@@ -363,3 +407,68 @@ def test_unsupported_settings_of_an_elastic_member_are_refused(tmp_path):
         ThinwireCallback(AVERAGE).share(Tokens())
     member.close()
     lighthouse.close()
+
+
+def test_one_form_starts_and_resumes_from_the_newest_whole_checkpoint(tmp_path):
+    """Law 11 holds over it; a newer checkpoint whose save was cut off, or whose files are torn, is set aside."""
+
+    def trained() -> tuple[str | None, Tensor]:
+        callback = ThinwireCallback(AVERAGE)
+        trainer = Trainer(model(), arguments(tmp_path / "a"), train_dataset=Tokens(), callbacks=[callback])
+        found = callback.newest()
+        trainer.train(resume_from_checkpoint=found)
+        return found, weights(trainer)
+
+    due = weights(train(tmp_path / "bare", None))
+    assert trained()[0] is None
+    shutil.rmtree(tmp_path / "a/checkpoint-12/thinwire")
+    os.truncate(tmp_path / "a/checkpoint-8/optimizer.pt", 100)
+    found, got = trained()
+    assert found == str(tmp_path / "a/checkpoint-4") and same_bits(got, due)
+    assert {path.name for path in (tmp_path / "a").glob("passed-over-*")} == {
+        f"passed-over-checkpoint-{step}" for step in (8, 12)
+    }
+    with pytest.raises(tw.ConfigurationError, match="before the Trainer was made"):
+        ThinwireCallback(AVERAGE).newest()
+
+
+@pytest.mark.parametrize(
+    ("held", "due"),
+    [
+        (([], []), "None"),
+        (([(4,)], []), "None"),  # killed between the first saves of the two
+        (([(4,), (8,)], [(4,)]), "(4,)"),
+        (([(8, 0), (8, 1)], [(8, 0)]), "(8, 0)"),
+        (([(8,)], [(4,)]), "no step has a whole checkpoint of every replica (steps of replica 0: 8; replica 1: 4;"),
+        (
+            ([(4,), (8,)], []),
+            "no step has a whole checkpoint of every replica (steps of replica 0: 4, 8; replica 1: none",
+        ),
+    ],
+)
+def test_replicas_agree_on_the_newest_checkpoint_and_lose_no_more_than_the_first(tmp_path, held, due):
+    def replica(group: tw.Group) -> str:
+        try:
+            return str(newest_of_all(held[group.rank], [], group, tmp_path))
+        except tw.CheckpointError as error:
+            return str(error)
+
+    zero, one = tw.run_threads(2, replica, timeout=LIMIT)
+    assert zero == one and zero.startswith(due)
+
+
+def test_a_resume_with_the_models_alone_continues_the_schedule(tmp_path):
+    """With `save_only_model` the trainer leaves it out, and begins it anew in silence."""
+    seen: list[list[float]] = []
+    for resume in (None, str(tmp_path / "checkpoint-8")):
+        trainer = train(tmp_path, ThinwireCallback(AVERAGE), resume=resume, save_only_model=True, logging_steps=1)
+        seen.append([entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry][-4:])
+    assert seen[0] == seen[1] and not (tmp_path / "checkpoint-8/scheduler.pt").exists()
+
+
+def test_the_callback_given_twice_is_refused(tmp_path):
+    one = ThinwireCallback(AVERAGE)
+    for pair in ([one, one], [one, ThinwireCallback(AVERAGE)]):
+        trainer = Trainer(model(), arguments(tmp_path), train_dataset=Tokens(), callbacks=pair)
+        with pytest.raises(tw.ConfigurationError, match="two ThinwireCallbacks in one Trainer"):
+            trainer.train()

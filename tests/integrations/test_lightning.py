@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,12 +20,25 @@ from thinwire.membership import Lighthouse
 from thinwire.testing.toy import same_bits
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+    from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.plugins.precision import MixedPrecision
-    from lightning_trainer import EPOCH, EPOCHS, STREAMING, BySteps, Module, Normed, Points, fit, refused, weights
+    from lightning_trainer import (
+        EPOCH,
+        EPOCHS,
+        STREAMING,
+        ByHand,
+        BySteps,
+        Module,
+        Normed,
+        Points,
+        Swaps,
+        SwapsInModule,
+        fit,
+        refused,
+        weights,
+    )
 
     from thinwire.integrations.lightning import ThinwireCallback
 
@@ -44,6 +59,67 @@ def test_one_replica_with_average_changes_nothing(tmp_path, options):
     attached = fit(tmp_path / "attached", callback, **options)
     assert same_bits(weights(alone), weights(attached)) and attached.losses == alone.losses
     assert alone.seen == attached.seen and callback.replica is None
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["thinwire first", "averages first"])
+@pytest.mark.parametrize("averages", ["callback", "lightning's", "in the module"])
+def test_averages_that_are_swapped_in_for_validations_change_nothing(tmp_path, averages, first):
+    """Law 11 for weights, losses of validations at rounds' ends, and what a checkpoint within a validation resumes from."""
+
+    def trained(folder: Path, callback: ThinwireCallback | None, resume: Path | None = None) -> Module:
+        module = SwapsInModule() if averages == "in the module" else Module()
+        swap = {"callback": Swaps, "lightning's": lambda: EMAWeightAveraging(decay=0.9)}.get(averages)
+        swaps = [swap()] if swap else []
+        keep = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, monitor="step", mode="max")
+        options = {"check_val_every_n_epoch": None, "val_check_interval": 2}
+        callbacks = [
+            *([callback] if callback and first else []),
+            *swaps,
+            *([callback] if callback and not first else []),
+        ]
+        return fit(folder, callback, count=28, module=module, keep=keep, callbacks=callbacks, resume=resume, **options)
+
+    alone = trained(tmp_path / "alone", None)
+    attached = trained(tmp_path / "attached", ThinwireCallback(tw.local_sgd(every=2)))
+    assert same_bits(weights(alone), weights(attached)) and attached.losses == alone.losses
+    kept = max((tmp_path / "attached").glob("*.ckpt"), key=lambda path: -path.stat().st_mtime)
+    assert (tmp_path / "alone" / kept.name).exists()
+    saved, due = (torch.load(tmp_path / name / kept.name, weights_only=False) for name in ("attached", "alone"))
+    state = saved["callbacks"]["ThinwireCallback"]["own"]
+    plain = due.get("current_model_state", due["state_dict"])
+    assert all(torch.equal(value, plain[name]) for name, value in state.items()) or averages == "in the module"
+
+
+def test_averages_that_are_left_in_the_model_are_equal_on_all_replicas(tmp_path):
+    """A user's callback ends with the average of its replica's own weights: all end with the mean of these averages."""
+
+    def replica(group: tw.Group) -> tuple[Module, Swaps]:
+        callback, swaps = ThinwireCallback(tw.local_sgd(every=3), group), Swaps(ends=True)
+        callbacks = [swaps, callback] if group.rank else [callback, swaps]
+        return fit(tmp_path / f"{group.rank}", callback, count=28, callbacks=callbacks), swaps
+
+    (zero, own), (one, others) = tw.run_threads(2, replica, timeout=LIMIT)
+    assert same_bits(weights(zero), weights(one))
+    name = "layers.0.weight"
+    assert not torch.equal(own.average[name], others.average[name])
+    assert torch.equal(zero.state_dict()[name], (own.average[name] + others.average[name]) / 2)
+
+
+def test_optimizers_that_the_module_steps_by_hand(tmp_path):
+    """One replica changes nothing; two end equal; a replica's resume within its training is bit for bit."""
+    alone, attached = fit(tmp_path / "a", module=ByHand()), ByHand()
+    fit(tmp_path / "b", ThinwireCallback(tw.local_sgd(every=2)), module=attached)
+    assert same_bits(weights(alone), weights(attached)) and alone.trainer.global_step == 2 * EPOCH * EPOCHS
+    whole = fit(tmp_path / "c", ThinwireCallback(STREAMING), module=ByHand())
+    again = fit(
+        tmp_path / "d", ThinwireCallback(STREAMING), module=ByHand(), resume=tmp_path / "c/checkpoints/epoch=0.ckpt"
+    )
+    assert same_bits(weights(whole), weights(again))
+
+    def replica(group: tw.Group) -> Module:
+        return fit(tmp_path / f"{group.rank}", ThinwireCallback(STREAMING, group), count=4 * EPOCH, module=ByHand())
+
+    assert same_bits(*map(weights, tw.run_threads(2, replica, timeout=LIMIT)))
 
 
 def test_one_replica_resumes_bit_for_bit(tmp_path):
@@ -137,11 +213,9 @@ def test_unsupported_settings_are_refused(tmp_path):
     (group,) = tw.ThreadGroup.create(1)
     callback = ThinwireCallback(STREAMING, group)
 
-    class Manual(Module):
-        automatic_optimization = False
-
-    with pytest.raises(tw.ConfigurationError, match=r"automatic_optimization=False: .* your own loop"):
-        fit(tmp_path, callback, module=Manual())
+    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(tw.ConfigurationError, match=r"automatic_optimization=False with a GradScaler .*bf16"):
+        fit(tmp_path, callback, module=ByHand(), plugins=[scaled])
     with pytest.raises(tw.ConfigurationError, match=r"save_weights_only=True.*weights='own'"):
         fit(tmp_path, callback, keep=ModelCheckpoint(tmp_path / "bare", save_weights_only=True))
     with pytest.raises(tw.ConfigurationError, match=r"strategy of Gradients\(\): one of deltas"):
@@ -208,6 +282,35 @@ def test_replicas_that_resume_at_different_steps_are_told_both(tmp_path):
 
     for said in tw.run_threads(2, replica, timeout=LIMIT):
         assert f"replica 1 resumes at step {EPOCH}, replica 0 at step {2 * EPOCH}; choose one step for all" in said
+
+
+def test_one_form_starts_and_resumes_from_the_newest_checkpoint_that_all_hold_whole(tmp_path):
+    """A logger gives each start a folder of its own. Replica 1 loses its newest, then that of replica 0 is torn."""
+
+    def replica(group: tw.Group) -> tuple[list[str | None], list[Any]]:
+        folder, names, got = tmp_path / f"{group.rank}", [], []
+        for start in range(3):
+            callback = ThinwireCallback(STREAMING, group)
+            keep = ModelCheckpoint(filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+            given = {"resume": callback.newest, "keep": keep, "count": 4 * EPOCH, "logger": CSVLogger(folder)}
+            module = fit(folder, callback, **given)
+            names.append(module.began and Path(module.began).name)
+            got.append(weights(module))
+            newest = max(folder.rglob("*.ckpt"), key=lambda path: path.name)
+            if start == 0 and group.rank == 1:
+                newest.unlink()
+            elif start == 1 and group.rank == 0:
+                os.truncate(newest, 1000)
+        return names, got
+
+    for names, got in tw.run_threads(2, replica, timeout=LIMIT):
+        assert names == [None, "epoch=1.ckpt", "epoch=1.ckpt"]
+        assert all(one.shape == got[0].shape for one in got)
+    callback = ThinwireCallback(STREAMING)
+    whole = weights(fit(tmp_path / "alone", callback, resume=callback.newest))
+    (tmp_path / "alone/checkpoints/epoch=2.ckpt").unlink()
+    again = fit(tmp_path / "alone", callback, resume=callback.newest)
+    assert Path(again.began).name == "epoch=1.ckpt" and same_bits(weights(again), whole)
 
 
 def test_the_ddp_strategy_of_lightning_is_refused(tmp_path):

@@ -93,7 +93,9 @@ def test_a_callback_stops_all_replicas_of_a_trainer_at_one_step(tmp_path: Path) 
     assert trained.state.global_step == step < STEPS
 
 
-def test_an_evaluation_that_another_callback_asks_for_has_the_anchors_or_a_warning(tmp_path: Path) -> None:
+def test_an_evaluation_that_another_callback_asks_for_has_the_anchors_and_one_that_it_runs_a_warning(
+    tmp_path: Path,
+) -> None:
     """So has one at the start of a training that resumes."""
 
     class Ask(TrainerCallback):
@@ -110,13 +112,23 @@ def test_an_evaluation_that_another_callback_asks_for_has_the_anchors_or_a_warni
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         (anchors,) = evaluated(Ask(), ThinwireCallback(replica))
+        assert evaluated(ThinwireCallback(replica), Ask()) == [anchors], "in any order"
         both = evaluated(Ask(), ThinwireCallback(replica), eval_strategy="steps", eval_steps=4, save_steps=5)
         again = evaluated(ThinwireCallback(replica), resume=tmp_path / "checkpoint-5", eval_on_start=True)
     assert both[:2] == [anchors, anchors], "the fifth step has moved no anchor"
     assert again == [anchors] * 3, "of both steps before, and at the start"
-    with pytest.warns(RuntimeWarning, match=r"did not know of.*callbacks=\[other, callback\]"):
-        (own,) = evaluated(ThinwireCallback(replica), Ask())
-    assert own != anchors
+
+    class Evaluate(TrainerCallback):
+        def on_step_end(self, args: object, state: Any, control: Any, **_: object) -> None:
+            if state.global_step == 5:
+                self.loss = trainer.evaluate()["eval_loss"]
+
+    data = {"train_dataset": Tokens(), "eval_dataset": Tokens(8)}
+    ask = Evaluate()
+    trainer = Trainer(model(), arguments(tmp_path, max_steps=6), callbacks=[ThinwireCallback(replica), ask], **data)
+    with pytest.warns(RuntimeWarning, match=r"did not know of.*control.should_evaluate"):
+        trainer.train()
+    assert ask.loss != anchors
 
 
 def test_a_trainer_that_would_not_stop_or_begin_as_the_others_is_refused(tmp_path: Path) -> None:

@@ -216,7 +216,21 @@ def test_law_5_predicted_is_counted(name, replicas):
         products = strategy.exchange.nbytes_products(replicas) if strategy.aggregate.needs_products else 0
         assert ledger.sent("products") == products * len(departures)
         assert ledger.sent("buffers") == 40 * (replicas - 1)  # two digests, and their length
-        named = ("packet", "introduction", "start", "buffers", "policy", "products", "comparison", "finish")
+        looks = sum(
+            e["fragment"] == 0 and e["round"] < 3 for e in departures
+        )  # at a sample; and at the end at all values
+        assert ledger.sent("frozen parameters") == (24 + 8 * looks) * (replicas - 1)
+        named = (
+            "packet",
+            "introduction",
+            "start",
+            "buffers",
+            "policy",
+            "products",
+            "comparison",
+            "finish",
+            "frozen parameters",
+        )
         assert ledger.sent() == sum(ledger.sent(purpose) for purpose in named)
     assert sum(ledger.sent() for ledger in ledgers) == sum(ledger.received() for ledger in ledgers)
 

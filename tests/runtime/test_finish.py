@@ -212,3 +212,24 @@ def test_a_mean_has_the_same_bits_on_all_replicas() -> None:
             return replica.mean(0.1), replica.mean(float(group.rank))
 
     assert tw.run_threads(3, train, timeout=600.0) == [(0.1, 1.0)] * 3
+
+
+def test_a_loop_may_close_its_replica_and_then_exchanges_nothing():
+    """`with` does not finish what the loop has closed; the model keeps the replica's own weights."""
+
+    def replica(group):
+        model = toy()
+        optimizer = adamw(model)
+        with tw.Replica(tw.diloco(every=5), model, optimizer, group) as attached:
+            for step in range(1, 9):
+                inner_step(model, optimizer, *batch(0, group.rank, step))
+            own = weights(model)
+            attached.close()
+        with pytest.raises(tw.ConfigurationError, match=r"finish\(\) after close\(\)"):
+            attached.finish()
+        assert same_bits(weights(model), own)
+        inner_step(model, optimizer, *batch(0, group.rank, 9))
+        return attached.step, own
+
+    (steps, a), (_, b) = tw.run_threads(2, replica)
+    assert steps == 8 and not same_bits(a, b)

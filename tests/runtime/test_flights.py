@@ -51,7 +51,9 @@ def test_a_landing_reports_waiting_and_work_apart() -> None:
         **{"step": 5, "stall_seconds": 2.0, "stopping": False},
     )
     update = SimpleNamespace(
+        alike=False,
         fragment=SimpleNamespace(index=1),
+        unlike=False,
         **{"number": 3, "nbytes_sent": 8, "stop": False, "good": True},
         **{"begin": 6.0, "end": 12.0, "queued_seconds": 2.0, "transfer_seconds": 4.0},
     )

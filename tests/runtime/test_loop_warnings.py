@@ -66,18 +66,6 @@ def test_a_failing_replica_is_not_blamed_for_unequal_steps():
         tw.run_threads(2, replica, timeout=600.0)
 
 
-def test_a_model_inside_ddp_is_refused():
-    class Wrapped(nn.parallel.DistributedDataParallel):
-        def __init__(self, module):  # needs no process group
-            nn.Module.__init__(self)
-            self.module = module
-
-    (group,) = tw.ThreadGroup.create(1)
-    model = Wrapped(toy())
-    with pytest.raises(tw.ModelError, match=r"DistributedDataParallel.*Remove the wrapper"):
-        tw.Replica(tw.diloco(), model, adamw(model), group)
-
-
 def heard_by(action):
     gc.freeze()  # what other tests have left is not destroyed here, nor looked through
     with warnings.catch_warnings(record=True) as caught:
@@ -148,12 +136,21 @@ def test_a_replica_that_is_never_finished_warns(steps):
     assert "neither finished nor closed" in said and "with Replica" in said
 
 
-def test_an_optimizer_that_is_never_stepped_warns():
+def test_weights_that_unseen_steps_have_trained_are_kept():
+    """The given optimizer has taken no step: its anchors would overwrite what another one has trained."""
+    (group,) = tw.ThreadGroup.create(1)
+    model, bare = toy(), toy()
+    inner_step(bare, adamw(bare), *batch(0, 0, 1))
+    with (
+        pytest.raises(tw.ModelError, match="has seen no step of its optimizer"),
+        tw.Replica(tw.local_sgd(every=2), model, adamw(model), group),
+    ):
+        inner_step(model, adamw(model), *batch(0, 0, 1))
+    assert torch.equal(weights(model), weights(bare))
+
     def action():
-        (group,) = tw.ThreadGroup.create(1)
-        model = toy()
         with tw.Replica(tw.local_sgd(every=2), model, adamw(model), group):
-            inner_step(model, adamw(model), *batch(0, 0, 1))
+            pass
 
     (said,) = heard_by(action)
     assert "taken none; step it in the loop, or give the one that the loop steps" in said

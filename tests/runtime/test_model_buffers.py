@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.comm.group import gather
 from thinwire.jobs.ema import EMA
-from thinwire.runtime.model_buffers import average
+from thinwire.runtime.model_buffers import average, floating
 
 REPLICAS = 3
 
@@ -195,9 +195,9 @@ def test_buffers_of_another_size_are_refused() -> None:
             for sent, limit in ((16, 16), (20, 24)):
                 gather(group, bytes(sent), limit, "buffers")
             return
-        average(nn.Linear(1, 1), group, partial(gather, group))  # has no buffers, and sends nothing
+        average([], group.size, partial(gather, group))  # has no buffers, and sends nothing
         with pytest.raises(tw.DisagreementError) as caught:
-            average(nn.BatchNorm1d(3), group, partial(gather, group))
+            average(floating(nn.BatchNorm1d(3)), group.size, partial(gather, group))
         assert str(caught.value) == "replica 1 sent 20 bytes of buffers, 24 are needed; its model differs."
 
     tw.run_threads(2, replica, timeout=600.0)
@@ -233,3 +233,87 @@ def test_averaged_buffers_do_not_wait_for_a_replica_that_has_finished(strategy: 
     first, second = tw.run_threads(2, replica, timeout=60.0)
     assert "replica 1 has counted 2 inner steps, this replica has counted 1" in first
     assert "replica 0 has finished after 1 inner steps, this replica has counted 2" in second
+
+
+class Taught(nn.Module):
+    """Has a frozen copy that the loop moves, and a frozen base that it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(False)
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.student(self.base(x))
+        return out
+
+
+@pytest.mark.parametrize("buffers", ["mean", "local"])
+@pytest.mark.parametrize("quantity", ["values", "data"])  # `.data` leaves no trace in version counters
+def test_frozen_parameters_that_the_loop_changes_are_named_early_and_averaged(buffers: str, quantity: str) -> None:
+    heard: list[list[tuple[int, str]]] = [[], []]
+    models = [Taught() for _ in heard]  # not in the threads, which share a generator
+
+    def replica(group: tw.Group) -> tuple[Taught, Tensor]:
+        model = models[group.rank]
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        samples = torch.Generator().manual_seed(group.rank)
+
+        def observe(event: str, step: int, **fields: object) -> None:
+            if event == "warning":
+                heard[group.rank].append((step, str(fields["message"])))
+
+        with tw.Replica(
+            tw.streaming_diloco(every=2, delay=1), model, optimizer, group, buffers=buffers, observer=observe
+        ) as attached:
+            for step in range(8):
+                x = torch.randn(8, 4, generator=samples)
+                (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    for own, shadow in zip(model.student.parameters(), model.teacher.parameters()):
+                        (shadow.data if quantity == "data" else shadow).lerp_(own, 0.1)
+                if step == 6:
+                    before = [p.clone() for p in model.parameters() if not p.requires_grad]
+                    with attached.averaged_buffers():
+                        inside = model.teacher.weight.clone()
+                    assert all(
+                        torch.equal(p, q)
+                        for p, q in zip([*model.teacher.parameters(), *model.base.parameters()], before)
+                    )
+            own_teacher = model.teacher.weight.clone()
+        assert torch.equal(inside, before[0]) == (buffers == "local")
+        return model, own_teacher
+
+    (first, own), (second, other) = tw.run_threads(2, replica, timeout=600.0)
+    if buffers == "mean":
+        assert torch.equal(first.teacher.weight, second.teacher.weight)
+        assert torch.equal(first.teacher.weight, (own + other) / 2)
+    else:
+        assert torch.equal(first.teacher.weight, own) and torch.equal(second.teacher.weight, other)
+    assert torch.equal(first.base.weight, Taught().base.weight)
+    for told in heard:
+        ((step, message),) = [(step, text) for step, text in told if "frozen parameters" in text]
+        assert step < 8 and "2 frozen parameters (teacher.weight, ...)" in message
+        assert ("become the mean" in message.split("Each replica keeps")[0]) == (buffers == "mean")
+
+
+def test_a_frozen_parameter_that_one_replica_changes_beyond_the_sample_is_found_at_the_end() -> None:
+    """The sample of training does not see one value of many; the comparison at the end sees all."""
+
+    def replica(group: tw.Group) -> Tensor:
+        model = nn.Sequential(nn.Linear(300, 300).requires_grad_(False), nn.Linear(300, 1))
+        nn.init.ones_(model[0].weight)
+        nn.init.zeros_(model[0].bias)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.05)
+        with tw.Replica(tw.diloco(every=2), model, optimizer, group, observer=lambda *_, **__: None):
+            model(torch.ones(2, 300)).sum().backward()
+            optimizer.step()
+            if group.rank:
+                model[0].weight[7, 7].data.fill_(3.0)
+        return model[0].weight.detach()
+
+    first, second = tw.run_threads(2, replica, timeout=600.0)
+    assert torch.equal(first, second) and float(first[7, 7]) == 2.0 and float(first.sum()) == 300 * 300 + 1

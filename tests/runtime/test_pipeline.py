@@ -121,7 +121,7 @@ def test_token_counts_and_policy_messages_have_stages_of_their_own() -> None:
 
     class Noting(WrappedGroup):
         def post(self, tag, send, recv, purpose="packet", sized=None):
-            posted.add((purpose, tag >> 9 & 31))
+            posted.add((purpose, tag >> 9 & 31, tag & 0x1FF))
             if purpose == "policy":
                 flags.update(flags_of(packet) for packet in send.values())
             return self.group.post(tag, send, recv, purpose, sized)
@@ -133,8 +133,10 @@ def test_token_counts_and_policy_messages_have_stages_of_their_own() -> None:
                 inner_step(model, attached.optimizer, *batch(0, group.rank, step))
 
     tw.run_threads(2, replica, timeout=600.0)
-    assert {("packet", 0), ("tokens", 30), ("policy", 31)} <= posted
-    assert {purpose for purpose, stage in posted if stage >= 30} == {"tokens", "policy"} and flags == {0}
+    assert {("packet", 0, 0), ("tokens", 30, 0), ("policy", 31, 0), ("frozen parameters", 31, 1)} <= posted
+    of_stages = {purpose: (stage, index) for purpose, stage, index in posted if stage >= 30}
+    assert set(of_stages) == {"tokens", "policy", "frozen parameters"} and flags == {0}
+    assert len(set(of_stages.values())) == 3, "each has a tag of its own"
 
 
 def test_a_round_replaces_the_memory_of_its_aggregate() -> None:

@@ -115,6 +115,63 @@ def moving_average(attach, rank, agreed=True):
     return torch.cat([weights(model), weights(ema.module)])
 
 
+def swapped(attach, rank, inside):
+    """Averages of its own weights, swapped in for an evaluation and back out: inside `anchored`, or around it."""
+    model = toy()
+    optimizer, average = adamw(model), None
+    with attach(model, optimizer) as replica:
+        for step in range(1, STEPS + 1):
+            inner_step(model, optimizer, *batch(0, rank, step))
+            own = {name: value.clone() for name, value in model.state_dict().items()}
+            average = {n: 0.9 * average[n] + 0.1 * v for n, v in own.items()} if average else own
+            with replica.anchored() if replica and inside else nullcontext():
+                before = {name: value.clone() for name, value in model.state_dict().items()}
+                model.load_state_dict(average)
+                with replica.anchored() if replica and not inside else nullcontext(), torch.no_grad():
+                    loss_of(model, *batch(0, rank, step))
+                model.load_state_dict(before)
+    return weights(model)
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization in the form that projects copy: an optimizer around another, whose `step` the loop never calls."""
+
+    def __init__(self, params, base, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def held(self):
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self):
+        norm = torch.stack([p.grad.norm() for p in self.held()]).norm()
+        for p in self.held():
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad, alpha=self.param_groups[0]["rho"] / float(norm + 1e-12))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.held():
+            p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+def sharpness_aware(attach, rank, given=lambda sam: sam):
+    model = toy()
+    sam = Sam(trained(model), torch.optim.AdamW, lr=0.01)
+    with attach(model, given(sam)) as replica:
+        for step in range(1, STEPS + 1):
+            for update in (sam.first_step, sam.second_step):
+                loss_of(model, *batch(0, rank, step)).backward()
+                update()
+        assert replica is None or replica.step == STEPS
+    return weights(model)
+
+
 class Tied(Toy):
     def __init__(self) -> None:
         super().__init__()
@@ -195,6 +252,10 @@ FEATURES = {
     "LBFGS": closures,
     "EMA of the agreed weights": moving_average,
     OWN: lambda attach, rank: moving_average(attach, rank, agreed=False),
+    "averages swapped within anchored": lambda attach, rank: swapped(attach, rank, inside=True),
+    "averages swapped around anchored": lambda attach, rank: swapped(attach, rank, inside=False),
+    "SAM": sharpness_aware,
+    "the optimizer in SAM": lambda attach, rank: sharpness_aware(attach, rank, given=lambda sam: sam.base_optimizer),
     "tied weights": lambda attach, rank: plain(attach, rank, lambda: fill(Tied())),
     "parametrize": lambda attach, rank: plain(attach, rank, parametrized),
     "foreach": lambda attach, rank: plain(attach, rank, optimizer=with_options(foreach=True)),
@@ -224,6 +285,28 @@ def test_each_feature_leaves_two_replicas_equal(name):
 
     first, second = tw.run_threads(2, replica, timeout=600.0)
     assert same_bits(first, second) and torch.isfinite(first).all()
+
+
+def test_weights_that_only_another_optimizer_has_trained_are_left_alone():
+    """The Replica has the plain optimizer, the loop steps the SAM around another."""
+    held = {}
+
+    def replica(group):
+        model, rank = toy(), group.rank
+
+        def attach(model, sam):
+            return tw.Replica(tw.local_sgd(every=3), model, adamw(model), group, observer=lambda *_, **__: None)
+
+        sam = Sam(trained(model), torch.optim.AdamW, lr=0.01)
+        with pytest.raises(tw.ModelError, match="seen no step of its optimizer"), attach(model, sam):
+            for step in (1, 2, 3):
+                for update in (sam.first_step, sam.second_step):
+                    loss_of(model, *batch(0, rank, step)).backward()
+                    update()
+            held[rank] = weights(model).clone()
+        assert same_bits(weights(model), held[rank]) and not same_bits(held[rank], weights(toy()))
+
+    tw.run_threads(2, replica)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -355,6 +438,36 @@ def test_parameters_outside_the_model_are_refused():
         tw.ModelError, match=r"1 tensors that are not the model's .*\(3, 2\).*a module around the model"
     ):
         attached(optimizer=beside)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("skipped", ["a", "b"])
+def test_a_scaler_may_skip_the_step_of_one_of_two_optimizers(skipped, fused):
+    """On one replica only, and more than once: the others' inner steps still count, and all end with the same weights."""
+
+    def trained(group: tw.Group) -> nn.Module:
+        data = torch.Generator().manual_seed(group.rank)
+        model = nn.ModuleDict({name: nn.Linear(8, 1) for name in "ab"})
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.1)
+        both = [torch.optim.AdamW(model[name].parameters(), lr=0.01, fused=fused) for name in "ab"]
+        scaler, batches = torch.amp.GradScaler("cpu", init_scale=8.0), 0
+        with tw.Replica(tw.local_sgd(every=4), model, both, group) as replica:
+            while replica.step < 12:
+                batches += 1
+                x = torch.randn(16, 8, generator=data)
+                for name in "ab":
+                    bad = name == skipped and group.rank == 0 and batches in (3, 5, 8)
+                    scaler.scale(model[name](x).square().mean() * (float("inf") if bad else 1.0)).backward()
+                for optimizer in both:
+                    scaler.step(optimizer)
+                scaler.update()
+                for optimizer in both:
+                    optimizer.zero_grad()
+        return model
+
+    one, other = tw.run_threads(2, trained, timeout=60)
+    assert all(torch.equal(p, q) and bool(p.isfinite().all()) for p, q in zip(one.parameters(), other.parameters()))
 
 
 def test_optimizers_that_step_unequally_are_refused():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,30 @@ class PowerCut(TrainerCallback):
 
     def on_save(self, args: object, state: object, control: object, **_: object) -> None:
         raise OSError("the power is cut")
+
+
+class Swaps(TrainerCallback):
+    """A user's averages of the weights, put into the model for evaluations, and with `ends` also at the end."""
+
+    def __init__(self, back: str, ends: bool = False) -> None:
+        self.ends, self.average, self.trained = ends, {}, None
+        setattr(self, back, self.swap_back)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        now = {name: value.clone() for name, value in given["model"].state_dict().items()}
+        self.average = {name: 0.5 * self.average.get(name, value) + 0.5 * value for name, value in now.items()}
+        if control.should_evaluate:
+            self.trained = now
+            given["model"].load_state_dict(self.average)
+
+    def swap_back(self, *_: Any, **given: Any) -> None:
+        if self.trained:
+            given["model"].load_state_dict(self.trained)
+            self.trained = None
+
+    def on_train_end(self, *_: Any, **given: Any) -> None:
+        if self.ends:
+            given["model"].load_state_dict(self.average)
 
 
 class Normed(nn.Module):
@@ -139,6 +165,18 @@ def main(folder: Path) -> None:
         resume=str(folder / "whole" / ("replica-1" if rank else "") / "checkpoint-8"),
     )
     found["resumed"] = weights(resumed)
+    found["restarts"], restarted = [], folder / "restarted"
+    for lost in ("none", "12", "8"):
+        callback, kept = ThinwireCallback(STREAMING), restarted / ("replica-1" if rank else "")
+        trainer = Trainer(model(), arguments(restarted), train_dataset=Tokens(), callbacks=[callback])
+        newest = callback.newest()
+        trainer.train(resume_from_checkpoint=newest)
+        found["restarts"].append((newest and Path(newest).name, weights(trainer)))
+        if rank and lost == "none":  # it was killed before its last save
+            shutil.rmtree(kept / "checkpoint-12")
+        elif lost == "12" and not rank:  # the save of the other was cut off
+            shutil.rmtree(kept / "checkpoint-12")
+            shutil.rmtree(kept / "checkpoint-8/thinwire")
     found["of another"] = refused(
         folder / "whole",
         ThinwireCallback(STREAMING, group),

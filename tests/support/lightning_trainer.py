@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,67 @@ class BySteps(Module):
             self.event.set()
 
 
+class ByHand(Module):
+    """It steps two optimizers itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        first, last = self.layers[0].parameters(), self.layers[3].parameters()
+        return [torch.optim.Adam(first, lr=1e-2), torch.optim.Adam(last, lr=1e-2)]
+
+
+class Swaps(Callback):
+    """A user's callback that keeps averages of the weights, and puts them into the model for validations; with `ends` also at the end."""
+
+    def __init__(self, ends: bool = False) -> None:
+        self.ends, self.average, self.trained = ends, {}, {}
+
+    def on_train_batch_end(self, trainer: Any, module: LightningModule, *_: Any) -> None:
+        now = {name: value.clone() for name, value in module.state_dict().items()}
+        self.average = {name: 0.9 * self.average.get(name, value) + 0.1 * value for name, value in now.items()}
+
+    def on_validation_start(self, trainer: Any, module: LightningModule) -> None:
+        self.trained = {name: value.clone() for name, value in module.state_dict().items()}
+        module.load_state_dict(self.average or self.trained)
+
+    def on_validation_end(self, trainer: Any, module: LightningModule) -> None:
+        module.load_state_dict(self.trained)
+
+    def on_train_end(self, trainer: Any, module: LightningModule) -> None:
+        if self.ends:
+            module.load_state_dict(self.average)
+
+
+class SwapsInModule(Module):
+    """A module that does the same in its own hooks, which Lightning calls around those of callbacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swaps = Swaps()
+
+    def on_train_batch_end(self, *given: Any) -> None:
+        self.swaps.on_train_batch_end(None, self)
+
+    def on_validation_model_eval(self) -> None:
+        super().on_validation_model_eval()
+        self.swaps.on_validation_start(None, self)
+
+    def on_validation_model_train(self) -> None:
+        self.swaps.on_validation_end(None, self)
+        super().on_validation_model_train()
+
+
 class Normed(Module):
     """Its running statistics differ between replicas. It saves a checkpoint in each validation."""
 
@@ -98,10 +160,11 @@ def fit(
     callback: ThinwireCallback | None = None,
     sampler: Any = None,
     count: int = 2 * EPOCH,
-    resume: Path | None = None,
+    resume: Path | Callable[[Trainer], str | None] | None = None,
     keep: Callback | None = None,
     loader: Any = DataLoader,
     module: Module | None = None,
+    callbacks: list[Callback] | None = None,
     **options: Any,
 ) -> Module:
     """Trains with batches of two. Checkpoints at the end of each epoch are in `folder`/checkpoints."""
@@ -117,10 +180,11 @@ def fit(
     trainer = Trainer(
         default_root_dir=folder,
         enable_model_summary=False,
-        callbacks=[*([callback] if callback else []), keep],
+        callbacks=[*(callbacks or filter(None, [callback])), keep],
         **(given | options),
     )
-    trainer.fit(module, loader, DataLoader(Points(4), batch_size=4), ckpt_path=resume)
+    module.began = resume(trainer) if callable(resume) else resume
+    trainer.fit(module, loader, DataLoader(Points(4), batch_size=4), ckpt_path=module.began)
     module.seen = data.seen
     return module
 

@@ -126,6 +126,11 @@ class TorchGroup:
         # gloo with a freed buffer.
         self._open: set[_TorchTransfer] = set()
 
+    @property
+    def world_ranks(self) -> list[int]:
+        """The ranks of the members in the world of torch.distributed; empty after `close`."""
+        return [] if self._process_group is None else dist.get_process_group_ranks(self._process_group)
+
     @classmethod
     @kept_from_children()
     def from_world(cls, replicas: int, timeout: float = 60.0, uplink: float | None = None) -> TorchGroup:

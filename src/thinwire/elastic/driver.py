@@ -42,7 +42,6 @@ from thinwire.pieces.schedule import Schedule
 from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.first_state import first_state
 from thinwire.runtime.handshake import check_start, digest, introduction
-from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.recovery import start_again
 from thinwire.runtime.token_weights import check_saved, check_unchanged, tokens_of_step
 from thinwire.strategy import Strategy
@@ -262,6 +261,10 @@ class ElasticDriver(Driver):
 
     def _pick_up(self, step: int) -> None:
         """Take over the outcomes that are due at `step`."""
+        with self.training.copies.following():
+            self._take_outcomes(step)
+
+    def _take_outcomes(self, step: int) -> None:
         for outcome in self.rounds.outcomes(step):
             self._at = outcome.after
             if outcome.broken:
@@ -355,7 +358,7 @@ def elastic_driver(
     training.fragments += [first_state(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
     check_start(fragments, [fragment.anchor for fragment in training.fragments])
     weights = "by tokens" if counts_tokens(training) else "alike"
-    membership.require(introduction(strategy, fragments, frozen(training.model)) | {"weights": weights})
+    membership.require(introduction(strategy, fragments, training.frozen.facts()) | {"weights": weights})
     return ElasticDriver(training, membership)
 
 

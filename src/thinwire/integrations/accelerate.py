@@ -15,7 +15,8 @@ In this context DistributedDataParallel exchanges no gradients. Needs the extra:
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+import warnings
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,6 +37,7 @@ from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.recipes import local_sgd
 from thinwire.replica import Replica
+from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
@@ -112,6 +114,10 @@ class LocalSGD:
             inner = [one.optimizer for one in self._optimizers]
             replica = Replica(self.strategy, plain, inner, group, observer=self._observer)
             within.callback(replica.close)
+            if said := compare_settings(
+                group, {}, {"number of batches": self._batches()}
+            ):  # of loaders for evaluations too
+                warnings.warn(f"{said}, and leave the loop at one step on all.", RuntimeWarning, stacklevel=2)
             self.replica, self._name = replica, f"replica-{group.rank}"
             for hook in (
                 self.accelerator.register_save_state_pre_hook(self._save),
@@ -138,7 +144,8 @@ class LocalSGD:
         if self.replica.step == self._counted:
             if self._accumulates():
                 return
-            for optimizer in self._optimizers:
+            # of several, the scaler may have skipped some
+            for optimizer in [one for one in self._optimizers if one.step_was_skipped] or self._optimizers:
                 count_skipped(optimizer)
         self._counted = self.replica.step
 
@@ -168,6 +175,14 @@ class LocalSGD:
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
         self._folder = Path(folder)
+
+    def _batches(self) -> str:
+        """The lengths of the prepared data loaders that have one."""
+        lengths = []
+        for loader in self.accelerator._dataloaders:
+            with suppress(TypeError):
+                lengths.append(len(loader))
+        return ", ".join(map(str, lengths)) or "unknown"
 
     def _prepared(self) -> list[Any]:
         """The prepared optimizers of the model."""

@@ -13,9 +13,10 @@ Needs the extra: pip install thinwire[lightning].
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,16 +34,18 @@ with needs("lightning"):
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
 from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.integrations.attached import equalize, newest_of_all, sample
 from thinwire.integrations.lightning_checks import (
     batch_size,
     check,
     check_folders,
     check_member,
     check_share,
+    checkpoints_of,
     validations,
 )
 from thinwire.integrations.lightning_metrics import all_monitored, average
-from thinwire.integrations.lightning_order import take_place
+from thinwire.integrations.lightning_order import leave_place, take_place
 from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
@@ -61,7 +64,7 @@ class ThinwireCallback(Callback):
     """Makes each process of a `Trainer` a replica under `strategy`; an optimizer step of the trainer is an inner step.
 
     Each replica writes its own checkpoints, with its own weights, moments, anchors and rounds in flight: `trainer.fit(...,
-    ckpt_path=...)` resumes from there, all replicas at one step. When training ends all models are equal.
+    ckpt_path=callback.newest(trainer))` starts, and resumes from there, all replicas at one step. When training ends all models are equal.
 
     A step that a GradScaler skips trains nothing and counts as an inner step, so that all replicas keep to the same steps.
 
@@ -108,10 +111,13 @@ class ThinwireCallback(Callback):
         self._sampler: MemberSampler | None = None
         self._start: Callable[[], None] | None = None
         self._batches = 0  # batches since the last step
-        self._anchored, self._averaged = ExitStack(), ExitStack()
-        self._buffers: dict[str, Tensor] = {}  # the replica's own, while the model has averaged ones
-        self._shown = self._ended = self._epoch_over = False
+        # the replica's own weights and buffers, while a validation has others in the model
+        self._own: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._trained: Tensor | None = None  # a sample of the weights at the end
+        self._ended = self._epoch_over = False
         self._loaded: dict[str, Any] = {}
+        self.loop: Any = None  # the trainer's loop of validations, while this callback is around it
         self._monitored: list[str] = []  # the metrics that all replicas average
         self._began = 0  # the trainer's steps before this replica's first
 
@@ -122,6 +128,33 @@ class ThinwireCallback(Callback):
             self._sampler = MemberSampler(len(samples), seed, self._member, self._before_reading)
             return self._sampler
         return DistributedSampler(data, self.replicas, self.rank, shuffle=shuffle, seed=seed)
+
+    def newest(self, trainer: Trainer) -> str | None:
+        """For `trainer.fit(..., ckpt_path=callback.newest(trainer))`, which starts a training and resumes it. Collective in a fixed group.
+
+        It looks for this replica's `*.ckpt` where the trainer's `ModelCheckpoint`s write them, in all versions of a logger.
+
+        Returns:
+            The checkpoint of this replica at the newest step of which every replica has a whole one; None at the first start. Later ones are
+            renamed to *.ckpt.passed-over: they belong to another future of this run.
+
+        Raises:
+            CheckpointError: no step is common to all replicas, and more than the first save would be lost.
+            LinkError: another replica was lost, or has not called it.
+        """
+        own = self._member.name if self._member else self.rank
+        found, skipped = checkpoints_of(trainer, self.state_key, own)
+        if self._member is None:
+            self._group = self._group or _meet(self.rank, self.replicas)
+        try:
+            newest = newest_of_all(found, skipped, self._group, Path(trainer.default_root_dir))
+        except BaseException:
+            self.close()
+            raise
+        for position, paths in found.items():
+            for path in paths if newest is None or position > newest else []:
+                path.rename(path.with_name(f"{path.name}.passed-over"))
+        return str(found[newest][0]) if newest else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise `ConfigurationError` for settings that cannot work, before Lightning wraps anything."""
@@ -134,7 +167,7 @@ class ThinwireCallback(Callback):
         if self._member is not None:
             self._start = partial(self._begin, trainer, pl_module)
             return
-        self._group = self._given or _meet(self.rank, self.replicas)
+        self._group = self._group or _meet(self.rank, self.replicas)
         facts = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
         compare_settings(self._group, facts | {"accumulate_grad_batches": trainer.accumulate_grad_batches})
         check_folders(trainer, self._group)
@@ -221,6 +254,11 @@ class ThinwireCallback(Callback):
         if self._ended:
             return
         replica, due, self._epoch_over = self._attached(), trainer.global_step - self._began, trainer.is_last_batch
+        if (
+            not pl_module.automatic_optimization
+        ):  # Lightning counts the steps of each optimizer, the replica one when each has stepped
+            trainer.should_stop |= replica.stopping
+            return
         if replica.step < due and getattr(trainer.precision_plugin, "scaler", None) is not None:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
@@ -236,15 +274,23 @@ class ThinwireCallback(Callback):
             )
         trainer.should_stop |= replica.stopping
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate the anchors with the mean of all replicas' buffers. Collective in a fixed group."""
-        if self.weights == "anchors" and self.replica and not self._ended:
-            self._show()
-            self._buffers = {name: _copy(one) for name, one in pl_module.named_buffers()}
-            self._averaged.enter_context(self.replica.averaged_buffers())
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """A context around a validation, with the anchors and the mean of all replicas' buffers in the model. Collective in a fixed group."""
+        if self.weights == "own" or self.replica is None or self._ended:
+            yield
+            return
+        model = self.replica.model
+        # for checkpoints that are written meanwhile, when others, such as a callback with averages, may have exchanged the weights again
+        self._own = {name: _copy(p) for name, p in trainable(model)}
+        self._buffers = {name: _copy(one) for name, one in model.named_buffers()}
+        try:
+            with self.replica.anchored(), self.replica.averaged_buffers():
+                yield
+        finally:
+            self._own, self._buffers = {}, {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._hide()
         self.on_train_epoch_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -252,8 +298,9 @@ class ThinwireCallback(Callback):
         if self.replica and not self._ended:
             average(trainer, self.replica, self._monitored)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write the anchors as the checkpoint's weights, beside own buffers; the replica's own weights are in this callback's state."""
+    def save_anchors(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Write the anchors as the checkpoint's weights, beside own buffers; the replica's own weights are in this callback's state. Before any
+        other callback, because some move these weights."""
         if self.weights == "anchors" and self.replica and not self._ended:
             with self.replica.anchored():
                 state = trainer.strategy.lightning_module_state_dict()
@@ -266,11 +313,7 @@ class ThinwireCallback(Callback):
         if self.replica is None or self._ended:
             return {}
         tensors, facts = self.replica.state()
-        shown = self._shown
-        self._anchored.close()
-        own = {name: p.detach().clone() for name, p in trainable(self.replica.model)}
-        if shown:
-            self._show()
+        own = self._own or {name: _copy(p) for name, p in trainable(self.replica.model)}
         return {
             "replica": self._member.name if self._member else self.rank,
             "replicas": self.replicas,
@@ -286,10 +329,15 @@ class ThinwireCallback(Callback):
         """Keep the state until training begins, which resumes from it."""
         self._loaded = state_dict
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the outer weights in the model, before the trainer's last checkpoint."""
-        self._hide()
+    def end(self) -> None:
+        """Leave the outer weights in the model, before any other callback ends, and before the trainer's last checkpoint."""
         self._end()
+        self._trained = sample(self._attached().model)
+
+    def equalize(self) -> None:
+        """Make what other callbacks have left in the model, such as averages of weights, equal on all replicas."""
+        if self._group and self.replica and self._trained is not None:
+            equalize(self.replica.model, self._group, self._trained)
 
     def _end(self) -> None:
         self._attached().finish(self.keep_seconds)
@@ -304,10 +352,10 @@ class ThinwireCallback(Callback):
 
     def close(self) -> None:
         """Detach and leave the group. Idempotent; a group that was given stays open."""
-        self._hide()
+        leave_place(self)
         if self.replica:
             self.replica.close()
-        self.replica, self._loaded = None, {}
+        self.replica, self._trained, self._loaded = None, None, {}
         if self._group and not self._given:
             self._group.close()
         self._group = self._given
@@ -318,18 +366,8 @@ class ThinwireCallback(Callback):
         return self.replica
 
     def _before_reading(self) -> None:
-        self._hide()
         if self._start:
             self._start()
-
-    def _show(self) -> None:
-        self._anchored.enter_context(self._attached().anchored())
-        self._shown = True
-
-    def _hide(self) -> None:
-        self._anchored.close()
-        self._averaged.close()
-        self._shown, self._buffers = False, {}
 
     def _found(self) -> Mapping[str, Any]:
         """This replica's state in the checkpoint from which the trainer resumes; empty if there is none. Raises `CheckpointError`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from thinwire.comm import Group
 from thinwire.comm.group import gather
-from thinwire.errors import ConfigurationError
+from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.lightning_metrics import monitored
 from thinwire.integrations.members import MemberSampler, refuse
 from thinwire.integrations.traffic import gradient_nbytes
@@ -40,7 +41,10 @@ def check(trainer: Trainer, module: LightningModule, size: int, weights: str) ->
     by_time = getattr(trainer, "_val_check_time_interval", None)
     bare = any(isinstance(one, ModelCheckpoint) and one.save_weights_only for one in callbacks)
     refused = {
-        "automatic_optimization=False": (not module.automatic_optimization, "put a Replica into your own loop"),
+        "automatic_optimization=False with a GradScaler (16-mixed)": (
+            not module.automatic_optimization and getattr(trainer.precision_plugin, "scaler", None) is not None,
+            "choose bf16-mixed: each replica would leave out other steps",
+        ),
         "ModelCheckpoint(save_weights_only=True)": (anchors and bare, "leave it out, or choose weights='own'"),
         "val_check_interval as a time, for a model with floating-point buffers, or a monitored metric": (
             size > 1 and by_time and ((anchors and floating(module) != []) or monitored(trainer) != []),
@@ -75,6 +79,43 @@ def check_folders(trainer: Trainer, group: Group) -> None:
                 )
 
 
+def checkpoints_of(
+    trainer: Trainer, callback: str, replica: object
+) -> tuple[dict[tuple[int, ...], list[Path]], list[str]]:
+    """The checkpoints of this `replica`, by their position: step, and epochs that were over; the newest file first. And why others were skipped."""
+    root = trainer.default_root_dir
+    folders: list[Any] = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+    # where Lightning puts those without a dirpath: each start of a logger has a version of its own
+    folders += [Path(one.save_dir or root) / str(one.name or "") for one in trainer.loggers] or [
+        Path(root) / "checkpoints"
+    ]
+    below = [path for folder in folders if folder for path in Path(folder).rglob("*.ckpt")]
+    paths = {path.resolve() for path in (*below, *Path(root).glob("*.ckpt"))}
+    found: dict[tuple[int, ...], list[Path]] = {}
+    skipped: list[str] = []
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                torn = archive.testzip()
+        except (OSError, zipfile.BadZipFile) as error:
+            torn = str(error)
+        if torn:
+            skipped.append(f"{path} is damaged: {torn}")
+            continue
+        try:
+            saved = trainer.strategy.load_checkpoint(path, weights_only=True)
+        except Exception as error:  # of which kind, is its reader's choice
+            first = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"{path} holds other objects than tensors and plain values ({first:.300}), so it is not read: it may not be of this run. Allow "
+                "the classes by torch.serialization.add_safe_globals, move the file away, or choose the ckpt_path yourself."
+            ) from None
+        if saved.get("callbacks", {}).get(callback, {}).get("replica") == replica:
+            over = saved["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+            found.setdefault((int(saved["global_step"]), int(over)), []).append(path)
+    return found, skipped
+
+
 def check_share(trainer: Trainer, rank: int, size: int) -> None:
     """Raise `ConfigurationError` unless this replica reads its own share of the training data."""
     if size == 1:
@@ -103,6 +144,10 @@ def check_member(trainer: Trainer, member: Membership, sampler: MemberSampler | 
                 "write DataLoader(data, ..., sampler=callback.share(data)), or ThinwireCallback(..., own_data=True) if each has data of its own",
             ),
             **_averaging(trainer),
+            "automatic_optimization=False": (
+                not trainer.lightning_module.automatic_optimization,
+                "put a Replica into your own loop: a trainer that steps several optimizers by hand cannot jump to the step of the others",
+            ),
             "a learning rate schedule by epochs": (
                 any(one.interval != "step" for one in trainer.lr_scheduler_configs),
                 'return {"scheduler": ..., "interval": "step"} from configure_optimizers',

@@ -24,9 +24,10 @@ from thinwire.packet import HEADER_NBYTES, STOP, Header, empty_packet, open_pack
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
 from thinwire.rng import derive
+from thinwire.runtime.gradient_reducers import check_reducers
 from thinwire.runtime.handshake import compare_settings, digest
 from thinwire.runtime.loop_warnings import silent as silent
-from thinwire.runtime.model_buffers import frozen
+from thinwire.runtime.model_buffers import FrozenWeights
 from thinwire.runtime.module_state import export_state
 from thinwire.types import Observer
 
@@ -194,6 +195,7 @@ class Attached(Participant):
     ) -> None:  # fmt: skip
         check_optimizer(model, optimizer)
         check_sharding(model, whole_replica=False)
+        check_reducers(model, None)
         super().__init__(group, names, observer, clock)
         self.strategy, self.model, self.optimizer = method, model, optimizer
         self.fragments: list[Fragment] = Whole().fragments(model)
@@ -262,7 +264,7 @@ class Attached(Participant):
         """Compare code, method, model and `facts` with all others. Raises `DisagreementError`."""
         tensors = {n: f"{tuple(p.shape)} {p.dtype}" for n, p in trainable(self.model)}
         common = {"strategy": repr(self.strategy)} | {f"model, {name}": text for name, text in tensors.items()}
-        compare_settings(self.group, common | digests(self.strategy) | frozen(self.model) | dict(facts))
+        compare_settings(self.group, common | digests(self.strategy) | FrozenWeights(self.model).facts() | dict(facts))
 
     def same_weights(self) -> None:
         """Compare weights by 16 bytes from each replica; if they differ, all replicas raise `DisagreementError`."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from thinwire.errors import ConfigurationError, ModelError
@@ -84,8 +83,8 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ModelError` unless `optimizer` trains exactly the trainable parameters of `model`, DistributedDataParallel does not wrap it, all
-    of it has shapes and values, and torch makes tensors on the CPU and in fp32 by default."""
+    """Raise `ModelError` unless `optimizer` trains exactly the trainable parameters of `model`, all of it has shapes and
+    values, and torch makes tensors on the CPU and in fp32 by default."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"model: a {type(model).__name__} was given; an nn.Module is needed; put several into an nn.ModuleList."
@@ -99,11 +98,6 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ModelError(
             f"torch's default device is {torch.get_default_device()}; a Replica makes its messages in host memory, and needs the CPU as the default "
             "while it trains. Call torch.set_default_device(None), and move the model instead, as in model.cuda()."
-        )
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ModelError(
-            "the model is wrapped in DistributedDataParallel, which exchanges every gradient already; a plain model, or one sharded by "
-            "fully_shard within each replica, is needed. Remove the wrapper, or keep it and use thinwire.methods.ddp_hook (docs/own-loop.md)."
         )
     if lazy := [name for name, value in (*model.named_parameters(), *model.named_buffers()) if is_lazy(value)]:
         raise ModelError(

@@ -127,27 +127,47 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
             f"the state of {_names(_classes(optimizer))} in the checkpoint does not fit the given one ({type(error).__name__}: {error}); resume "
             "with the inner optimizer and the parameter groups that were saved."
         ) from error
-    _keep_dtypes(optimizer, saved["state"])
+    _keep_values(optimizer, saved["state"])
 
 
-def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Undo what torch's `load_state_dict` does to state in another dtype than its parameter's: fp32 moments of bf16 weights would be rounded."""
+def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Undo what torch's `load_state_dict` does beyond placing values: fp32 moments of bf16 weights would be rounded, and what stands in several
+    places of the state would become several.
+    """
     if "parts" in saved:
         for part, own in zip(getattr(optimizer, "parts", ()), saved["parts"]):
-            _keep_dtypes(part, own)
+            _keep_values(part, own)
         return
-    entries = saved.get("state")
-    for number, parameter in enumerate(parameters_of(optimizer)):
-        state = optimizer.state.get(parameter)
-        held = entries.get(number) if isinstance(entries, Mapping) else None
-        if not isinstance(state, dict) or not isinstance(held, Mapping):
-            continue
-        for key, value in held.items():
-            now = state.get(key)
-            if not (type(value) is Tensor and type(now) is Tensor):
-                continue
-            if value.dtype != now.dtype and value.shape == now.shape:
-                state[key] = value.to(now.device)
+    entries, groups = saved.get("state"), saved.get("param_groups")
+    pairs = (
+        [(optimizer.state.get(p), entries.get(n)) for n, p in enumerate(parameters_of(optimizer))]
+        if isinstance(entries, Mapping)
+        else []
+    )
+    pairs += zip(optimizer.param_groups, groups) if isinstance(groups, list) else []
+    for state, held in pairs:
+        if isinstance(state, dict) and isinstance(held, Mapping):
+            state.update({key: _value(state[key], held[key]) for key in state.keys() & held.keys() - {"params"}})
+
+
+def _value(now: Any, saved: Any) -> Any:
+    """`saved`, if `now` differs from it in dtypes and devices at most; otherwise `now`, which its optimizer has made of it."""
+    if type(now) is Tensor and type(saved) is Tensor and now.shape == saved.shape:
+        return saved.to(now.device)
+    return saved if isinstance(now, list | dict) and _alike(now, saved) else now
+
+
+def _alike(now: Any, saved: Any) -> bool:
+    """Whether both are trees of one shape, whose tensors are on the same devices."""
+    if type(now) is not type(saved):
+        return False
+    if isinstance(now, Tensor):
+        return now.shape == saved.shape and now.device == saved.device
+    if isinstance(now, list | tuple):
+        return len(now) == len(saved) and all(map(_alike, now, saved))
+    if isinstance(now, dict):
+        return now.keys() == saved.keys() and all(_alike(now[key], saved[key]) for key in now)
+    return True
 
 
 def _classes(optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -17,14 +17,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from thinwire.comm.group import Group
 from thinwire.data_ledger import LeasedReader
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, ModelError
 from thinwire.pieces.inner_optimizers import highest_rate
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Adaptive, Calendar
 from thinwire.runtime.fragment_state import FragmentState
+from thinwire.runtime.gradient_reducers import check_reducers
 from thinwire.runtime.loop_warnings import silent, warned
+from thinwire.runtime.model_buffers import FrozenWeights
 from thinwire.runtime.module_state import reshard
+from thinwire.runtime.optimizer_copies import WeightCopies
 from thinwire.runtime.saved_state import names, restore, tensors_to_save
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
@@ -45,6 +49,8 @@ class Training:
     stall_seconds                seconds that the main thread has waited for landings
     trained                      number of tokens so far, if they are counted
     clipped                      whether the guard has clipped a delta
+    copies                       of the weights, inside the optimizer
+    frozen                       the parameters that are not trained
     validation                   gives the model's losses on a few held-out batches; None: there are none
     """
 
@@ -63,6 +69,8 @@ class Training:
     reader: LeasedReader | None = None
     trained: float = 0.0
     validation: Callable[[], Sequence[float]] | None = None
+    copies: WeightCopies = field(default_factory=lambda: WeightCopies([], []))
+    frozen: FrozenWeights = field(default_factory=lambda: FrozenWeights(nn.Module()))
 
     @classmethod
     def of(
@@ -73,7 +81,7 @@ class Training:
         observe: Observer,
         clock: Callable[[], float],
         tokens: float | None,
-        sharded: bool,
+        site: Group | None,
     ) -> tuple[Training, list[Fragment]]:
         """Make a `Training`, and the fragments of the model, whose states the driver makes. Raises `ModelError`, `ConfigurationError`."""
         if not isinstance(strategy, Strategy):
@@ -81,8 +89,9 @@ class Training:
                 f"strategy: a {type(strategy).__name__} was given; a Strategy is needed, such as tw.streaming_sign()."
             )
         check_optimizer(model, optimizer)
-        strategy.check_inner(optimizer, sharded=sharded)
-        check_sharding(model, whole_replica=sharded)
+        strategy.check_inner(optimizer, sharded=site is not None)
+        check_sharding(model, whole_replica=site is not None)
+        check_reducers(model, site)
         fragments = strategy.partition.fragments(model)
         if isinstance(strategy.schedule, Adaptive) and math.isnan(highest_rate(optimizer)):
             raise ConfigurationError(
@@ -92,7 +101,11 @@ class Training:
         calendar = Calendar(strategy.schedule, len(fragments), lambda _: highest_rate(optimizer))
         calendar.departs(0)  # refuses offsets for another number of fragments
         strategy.warm_up()
-        return cls(strategy, model, optimizer, observe, clock, calendar, tokens), fragments
+        parts = getattr(optimizer, "parts", [optimizer])
+        copies = WeightCopies(parts, [p for group in optimizer.param_groups for p in group["params"]])
+        frozen = FrozenWeights(model)
+        training = cls(strategy, model, optimizer, observe, clock, calendar, tokens, copies=copies, frozen=frozen)
+        return training, fragments
 
     def warn(self, message: str) -> None:
         """Warn by the observer, or by Python's `warnings` if there is none."""
@@ -127,18 +140,30 @@ class Training:
         kept = (state for one in self.fragments for state in (one.feedback, one.exchange, one.aggregate, *one.filtered))
         return not isinstance(self.strategy.signal, Gradients) or any(kept)
 
+    def anchor_of_each(self) -> dict[int, Tensor]:
+        """The anchors in the shapes of the parameters, by the id of a parameter."""
+        return {
+            id(parameter): values
+            for fragment in self.fragments
+            for (_, parameter), (_, values) in zip(fragment.fragment.parameters, fragment.slices(fragment.anchor))
+        }
+
     def load_anchors(self) -> None:
         """Overwrite the model's parameters with the anchors."""
         for fragment in self.fragments:
             fragment.load_into_parameters(fragment.anchor)
             fragment.release()
 
-    def at_anchors(self) -> bool:
-        """Whether every parameter has the bits of its anchor."""
-        at = all(_same_bits(part, values) for one in self.fragments for part, values in one.slices(one.anchor))
+    def at_anchors(self, holds: Callable[[Tensor, Tensor], bool]) -> bool:
+        """Whether every parameter holds its anchor, in its own dtype."""
+        at = all(holds(part, values) for one in self.fragments for part, values in one.slices(one.anchor))
         for fragment in self.fragments:
             fragment.release()
         return at
+
+    def progress(self) -> tuple[int, ...]:
+        """Numbers that change with each inner step, departure and landing."""
+        return (self.step, *(2 * fragment.rounds + bool(fragment.flight) for fragment in self.fragments))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state that every driver saves: tensors of all fragments, and values for JSON."""
@@ -150,6 +175,8 @@ class Training:
             "flights": {str(f.index): [f.flight.number, f.flight.departed] for f in self.fragments if f.flight},
             "calendar": self.calendar.facts(),
         }
+        if self.copies.names:
+            facts["copies"] = self.copies.names
         if self.tokens is not None:
             departed = {str(f.index): f.flight.trained for f in self.fragments if f.flight}
             facts["tokens"] = [self.trained, [fragment.counted for fragment in self.fragments], departed]
@@ -164,6 +191,7 @@ class Training:
             flight.discard()
         self.step = facts["step"]
         self.calendar.load(facts["calendar"])
+        self.copies.load(facts.get("copies", {}))
         restore(self.fragments, tensors, facts, self.strategy.outer)
         self.trained, counted, _ = facts.get("tokens", (0.0, [0.0] * len(self.fragments), {}))
         for fragment, tokens in zip(self.fragments, counted):
@@ -243,29 +271,72 @@ class Driver(Protocol):
         """End the driver's threads. Idempotent. A fixed group stays open."""
 
 
+_SWAPPED = (
+    "the model no longer holds the weights that anchored() has put there: {what}. Swaps of weights must nest: what swaps inside anchored() must "
+    "swap back before it ends, and what has swapped before it must not swap back inside. {left}"
+)
+
+
 @contextmanager
 def anchored(driver: Driver) -> Iterator[None]:
-    """A context in which the model holds the agreed weights; afterwards the replica's own again, bit for bit."""
+    """A context in which the model holds the agreed weights; afterwards the replica's own again, bit for bit.
+
+    Raises `ModelError` at the end if something else has changed the weights meanwhile: whose weights these are, nobody can know.
+    """
+    with driver.training.copies.at_one_point() as meet:
+        yield from _anchored(driver, meet)
+
+
+def _anchored(driver: Driver, meet: Callable[[], None]) -> Iterator[None]:
     training = driver.training
     reshard(training.model)
-    if training.at_anchors():  # after `finish`; copies of the parameters would be the most memory of the run
-        try:
-            yield
-        finally:
-            reshard(training.model)
+    at = training.at_anchors(same_bits)  # after `finish`; copies of the parameters would be the most memory of the run
+    own = [] if at else [part.clone() for part in training.weights()]
+    if not at:
+        driver.load_anchors()
+    meet()
+    loaded = at or training.at_anchors(same_bits)  # otherwise this driver's agreed weights are the replica's own
+    before, versions = training.progress(), [part._version for part in training.weights()]
+    # After a landing the replica's own weights are the anchors. If they are not, something has swapped them before; if it swaps them back in
+    # here, it puts the same values there, and only the versions show it.
+    swapped = (
+        not at
+        and not training.copies.active
+        and all(f.since == training.step > 0 and not f.flight for f in training.fragments)
+    )
+
+    def restore() -> None:
+        reshard(training.model)
+        if at:
             training.load_anchors()
-        return
-    own = [part.clone() for part in training.weights()]
-    driver.load_anchors()
+        for part, values in zip(training.weights(), own):  # which may have been moved or converted
+            part.copy_(values)
+
     try:
         yield
-    finally:
-        reshard(training.model)
-        for part, kept in zip(training.weights(), own):  # which may have been moved or converted
-            part.copy_(kept)
+    except BaseException:
+        if training.progress() == before:
+            restore()
+        raise
+    if training.progress() != before:  # to restore would undo the training
+        what = "the replica has taken inner steps or has finished inside it"
+        raise ModelError(_SWAPPED.format(what=what, left="The weights were left as they are."))
+    reshard(training.model)
+    intact = training.at_anchors(_holds) if loaded else all(map(_holds, training.weights(), own))
+    intact &= not (swapped and loaded and [part._version for part in training.weights()] != versions)
+    restore()
+    if not intact:
+        what = "something else has changed them, such as averages (EMA, SWA) that are swapped in and out, or load_state_dict"
+        raise ModelError(_SWAPPED.format(what=what, left="The model holds what it held before anchored()."))
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.device != other.device:
-        return False
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
+def _holds(part: Tensor, values: Tensor) -> bool:
+    """Whether `part` has the bits of `values` in its dtype, perhaps after a way through a half precision, as in `model.half()` for an evaluation."""
+    ways = (values, values.to(torch.bfloat16), values.to(torch.float16))
+    return any(same_bits(part, way) for way in ways)
+
+
+def same_bits(part: Tensor, values: Tensor) -> bool:
+    """Whether `part` has the bits of `values` in its dtype."""
+    pair = (part, values.to(part))
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in pair))

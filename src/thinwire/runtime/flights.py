@@ -6,18 +6,38 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.group import Group
+from thinwire.pieces.aggregate import Mean
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.first_state import first_state
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
-from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.pipeline import RoundPipeline
 from thinwire.runtime.saved_state import delta_in_flight, tensors_to_save
 from thinwire.runtime.token_weights import check_weighing
+
+_GROUPS, _LONGEST = 64, 100  # of an optimizer, and characters of a value, that replicas compare
+_FIRST_ROUNDS, _ROUNDS_BETWEEN_LOOKS = 3, 32  # of a fragment, in which deltas are compared
+_SAME_DATA = (
+    "the deltas of all {size} replicas are equal bit for bit: they train on the same data with the same random numbers, or something else averages "
+    "their gradients, so more than one replica gains nothing. Give each replica its own share of the data, such as by a sampler with its rank"
+)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The class and the numbers of each group of `optimizer`, as text by name. How it computes (`fused`, `foreach`) may differ."""
+    parts = getattr(optimizer, "parts", [optimizer])
+    facts = {"optimizer": ", ".join(type(part).__name__ for part in parts)}
+    for number, group in enumerate(optimizer.param_groups[:_GROUPS]):
+        for name, value in group.items():
+            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if isinstance(value, int | float | tuple) and name not in ("fused", "foreach", "capturable", "train_mode"):
+                facts[f"optimizer, {name} of group {number}"] = repr(value)[:_LONGEST]
+    return facts
 
 
 class Flights:
@@ -27,12 +47,16 @@ class Flights:
     of the ranks of one sharded replica. Raises `ConfigurationError`, `DisagreementError`, `ModelError`, `LinkError`.
     """
 
+    _alike_said = False  # whether the warning about equal deltas was given
+
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
         if training.tokens is not None:
             check_weighing(training.strategy)
         self.training, self.group = training, group
         weights = {} if training.tokens is None else {"weights": "by tokens"}
-        introduce(group, training.strategy, fragments, weights | frozen(training.model))
+        notes = settings_of(training.optimizer)
+        if unlike := introduce(group, training.strategy, fragments, weights | training.frozen.facts(), notes):
+            training.warn(unlike)
         training.fragments += [
             first_state(training.strategy, fragment, index, group.rank, group.size)
             for index, fragment in enumerate(fragments)
@@ -48,6 +72,13 @@ class Flights:
         """Begin the round of `update`. `began` is the time at which work for this departure began; for `scheduled` see
         `RoundPipeline.launch`."""
         training = self.training
+        # Unlike data show in the first values, so this costs little; only the first rounds and some later ones look. Frozen parameters also.
+        looks = update.number < _FIRST_ROUNDS or update.number % _ROUNDS_BETWEEN_LOOKS == 0
+        update.compares = (
+            looks and not self._alike_said and self.group.size > 1 and type(training.strategy.aggregate) is Mean
+        )
+        if looks and update.fragment.index == 0 and self.group.size > 1 and training.strategy.exchange.agrees:
+            update.sample = training.frozen.sample()
         self.pipeline.launch(update, training.stall_seconds, scheduled)
         fields = {"fragment": update.fragment.index, "round": update.number, "nbytes": update.nbytes}
         training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
@@ -70,6 +101,11 @@ class Flights:
             "flight", training.step, **fields, nbytes=update.nbytes_sent, begin=update.begin, end=update.end,
             queued_seconds=update.queued_seconds, transfer_seconds=update.transfer_seconds,
         )  # fmt: skip
+        if not self._alike_said and update.good and update.alike:
+            self._alike_said = True
+            training.warn(_SAME_DATA.format(size=self.group.size))
+        if update.unlike:
+            training.frozen.warn(training.frozen.changed(), training.warn)
         if not update.good:
             reason = "NaN or infinity in the delta" if update.refused_by else "the anchor would not be finite"
             training.observe("refused", training.step, **fields, by=list(update.refused_by), reason=reason)

@@ -31,6 +31,7 @@ from thinwire.strategy import Strategy
 from thinwire.types import State
 
 DROPPED = -1
+LEAST_EVIDENCE = 16  # values that are not zero: fewer may be equal by chance, as signs
 
 
 @dataclass
@@ -58,6 +59,9 @@ class FragmentState:
     disk: DiskTensors | None = None  # the file that holds anchor, outer state and feedback; None: they are in memory
     deviation: Tensor | None = None  # eager updates only: the difference between this replica and the anchor
     deviation_state: State = field(default_factory=dict)
+    touched: Callable[[], None] = field(
+        default=lambda: None, repr=False
+    )  # is called before parameters are read or written
 
     @property
     def base(self) -> Tensor:
@@ -88,6 +92,7 @@ class FragmentState:
 
     def parts(self) -> list[Tensor]:
         """Each parameter's local part, detached."""
+        self.touched()
         return [local(parameter.detach()) for _, parameter in self.fragment.parameters]
 
     def snapshot(self, into: Tensor) -> Tensor:
@@ -256,6 +261,17 @@ class RoundUpdate:
         self._whole: Tensor | None = None  # the whole estimate, for filters or an outer step that need it
         self._sent: Tensor | None = None  # the decoded own packet, for filters
         self._finite = True
+        self.compares, self._evidence = False, 0  # see `alike`
+        self.sample, self.unlike = b"", False  # of frozen parameters; whether that of another replica differs
+
+    @property
+    def alike(self) -> bool:
+        """Whether the round has `compares` set and every replica's decoded delta equals this one's, which needs the same data on all."""
+        return self.compares and self._evidence >= LEAST_EVIDENCE
+
+    def _compare(self, mean: Tensor, own: Tensor) -> None:
+        self._evidence += int(own.count_nonzero())
+        self.compares = bool(((mean - own).abs() <= 1e-6 * own.abs()).all())  # a mean of three equal values may round
 
     def signal(self, begin: int, end: int) -> Tensor:
         """The values to encode for a range; valid until the next call."""
@@ -272,6 +288,8 @@ class RoundUpdate:
     def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
         """Take the mean of a range, and compute its results."""
         end, filters = begin + mean.numel(), self.fragment.filters
+        if self.compares:
+            self._compare(mean, sent().to(mean.device))
         if filters:
             self._sent = self._room(self._sent, mean.device)
             self._sent[begin:end] = sent()

@@ -22,29 +22,34 @@ from thinwire.strategy import Strategy
 from thinwire.types import Observer
 from thinwire.version import PROTOCOLS, Protocols, common
 
-_SPEAKS = "protocols"
+_SPEAKS, _NOTES = "protocols", "notes"
 _CLOSED = 1 << 62  # is added to the number of a replica that left before it had finished
 _NOTHING = 255  # each byte of a number that has not come
 _LIMIT = 1 << 24  # bytes of one replica's introduction, enough for the names of a million tensors
 
 
 def introduce(
-    group: Group, strategy: Strategy, fragments: Sequence[Fragment], more: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """Compare protocols, strategy, model and the facts in `more` with every other replica: about 60 bytes a tensor, once. Raises like
+    group: Group,
+    strategy: Strategy,
+    fragments: Sequence[Fragment],
+    more: Mapping[str, str] = MappingProxyType({}),
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Compare protocols, strategy, model and the facts in `more` with every other replica: about 60 bytes a tensor, once. Raises and returns like
     `compare_settings`."""
     if max(group.size, len(fragments)) > FIELD_VALUES:
         raise ConfigurationError(
             f"{group.size} replicas and {len(fragments)} fragments: at most {FIELD_VALUES} of each fit into a packet's fields; use fewer."
         )
     tensors = _tensors(fragments)
-    compare_settings(
+    return compare_settings(
         group,
         {"strategy": repr(strategy)}
         | {f"model, {name}": text for name, text in tensors.items()}
         | {"model, order of tensors": list(tensors)}
         | digests(strategy)
         | dict(more),
+        notes,
     )
 
 
@@ -72,21 +77,25 @@ def _tensors(fragments: Sequence[Fragment]) -> dict[str, str]:
     }
 
 
-def compare_settings(group: Group, facts: Mapping[str, Any]) -> None:
-    """Compare `facts` (JSON) with every other replica's, and the protocols of this release: one must be in the ranges of all.
+def compare_settings(group: Group, facts: Mapping[str, Any], notes: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Compare `facts` (JSON) with every other replica's, and the protocols of this release: one must be in the ranges of all. Returns a warning if
+    `notes` differ, which may be meant, otherwise "".
 
     Raises `DisagreementError` on every replica; it names the first replica that differs from replica 0, the setting, and both values.
     """
-    told = json.dumps({_SPEAKS: str(PROTOCOLS), **facts}).encode()
+    told = json.dumps({_SPEAKS: str(PROTOCOLS), _NOTES: dict(notes), **facts}).encode()
     introductions = gather(group, told, _LIMIT, "introduction")
     first: dict[str, Any] = {}
     texts: list[str] = []
+    noted: list[dict[str, Any]] = []
     for rank, text in enumerate(introductions):
         try:
             other = dict(json.loads(text))
         except (ValueError, TypeError, RecursionError):
             raise DisagreementError(f"replica {rank} sent settings that cannot be read. Nothing was trained.") from None
         texts = [*texts, str(other.pop(_SPEAKS, "none"))]
+        theirs = other.pop(_NOTES, {})
+        noted.append(theirs if isinstance(theirs, dict) else {})
         if not common([*map(Protocols.parse, texts)]):
             raise DisagreementError(
                 f"replica {rank} does not fit the replicas before it: it speaks protocols {texts[rank]}, they {', '.join(texts[:rank])}. Nothing "
@@ -99,6 +108,14 @@ def compare_settings(group: Group, facts: Mapping[str, Any]) -> None:
                     f"replica {rank} does not fit replica 0: {name}: {other.get(name, 'absent')} there, {first.get(name, 'absent')} "
                     "on replica 0. Nothing was trained. Give every replica the same code, model and settings."
                 )
+    for rank, theirs in enumerate(noted):
+        for name in [*noted[0], *theirs]:
+            if noted[0].get(name) != theirs.get(name):
+                return (
+                    f"the replicas train unlike: {str(name)[:200]} is {str(theirs.get(name, 'absent'))[:200]} on replica {rank} and "
+                    f"{str(noted[0].get(name, 'absent'))[:200]} on replica 0. If that is not meant, give all the same optimizer and settings"
+                )
+    return ""
 
 
 def digest(tensors: Sequence[Tensor]) -> bytes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigurationError, DisagreementError, ModelError
 from thinwire.pieces.partition import is_sharded
-from thinwire.runtime.driver import Driver, Training
+from thinwire.runtime.driver import Driver, Training, same_bits
 from thinwire.runtime.other_optimizers import OtherOptimizers
 from thinwire.runtime.step_hooks import outermost
 from thinwire.strategy import Gradients
@@ -90,7 +91,7 @@ class InnerSteps:
     """Calls `driver` around each inner step of the loop that steps `optimizers`, and counts the step in `training`.
 
     One step of the optimizer is one inner step; with several optimizers, one step of each in any order. A step that a `GradScaler` skips
-    does not count.
+    does not count; if it skips that of some of several optimizers, the inner step ends when one steps again.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], training: Training, driver: Driver) -> None:
@@ -101,14 +102,19 @@ class InnerSteps:
         self._early: list[Tensor | None] = []  # those gradients, if that was before the step
         self._gradients = isinstance(training.strategy.signal, Gradients)
         self._optimizers, self._count = optimizers, _count(optimizers)
+        self._taken = 0  # inner steps seen here; `training.step` also counts those before a resume
+        # The loop may step the optimizer inside a given one itself, as `second_step` of the usual SAM does.
+        wrapped = [(inside, one) for one in optimizers for inside in _wrapped(one)]
+        self._outer = {id(inside): one for inside, one in wrapped}
         self._all = frozenset(map(id, optimizers))
         self._due = set(self._all)  # the optimizers that have not stepped since the last inner step
         exchanged = [p for fragment in training.fragments for _, p in fragment.fragment.parameters]
-        self._others = OtherOptimizers(optimizers, exchanged, training.warn)
+        hooked = [*((one, one) for one in optimizers), *wrapped]
+        self._others = OtherOptimizers([one for one, _ in hooked], exchanged, training.warn)
         self._ids = set(map(id, exchanged))
         self._frozen = [p for p in _held(optimizers) if id(p) not in self._ids]
-        self._hooks = [one.register_step_pre_hook(outermost(self._steps)) for one in optimizers]
-        self._hooks += [one.register_step_post_hook(outermost(self._stepped)) for one in optimizers]
+        self._hooks = [one.register_step_pre_hook(outermost(self._steps, outer)) for one, outer in hooked]
+        self._hooks += [one.register_step_post_hook(outermost(self._stepped, outer)) for one, outer in hooked]
         _attached.update((id(one), self) for one in optimizers)
 
     def exchange_early(self) -> None:
@@ -124,16 +130,22 @@ class InnerSteps:
             self._early = [parameter.grad for parameter in _held(self._optimizers)]
 
     def finish(self, keep_seconds: float) -> bool:
-        """As the driver's."""
+        """As the driver's. Raises `ModelError` if the weights were trained by steps that were not seen; they stay as they are."""
         self.check_whole()
+        training = self._training
+        unseen = self._others.stepped_since_start or (training.step == 0 and not training.at_anchors(same_bits))
+        if not self._taken and unseen:
+            raise ModelError(
+                "the weights have changed, but the Replica has seen no step of its optimizer, so nothing was exchanged: another optimizer or the "
+                "loop itself has moved them. The model keeps its weights. Give the Replica the optimizer that the loop steps, or all in a list."
+            )
         return self._driver.finish(keep_seconds)
 
     def exchange_gradients(self, closure: bool = False) -> None:
         """Run the driver's work before the optimizer's step now, and not again in the step."""
         self.check_whole()
         self._exchanged = True
-        with self._driving():
-            self._driver.before_inner_step(closure)
+        self._drive(lambda: self._driver.before_inner_step(closure))
 
     def check_whole(self) -> None:
         """Raise `DisagreementError` if an earlier step did not end: it may have left out what the other replicas did."""
@@ -165,6 +177,8 @@ class InnerSteps:
                 + _ANEW
             )
         if self._training.step % _STEPS_BETWEEN_LOOKS == 0:
+            if self._training.frozen.elastic:
+                self._training.frozen.warn(self._training.frozen.changed(), self._training.warn)
             gone = self._ids - set(map(id, self._training.model.parameters()))
             if gone and not any(map(is_sharded, self._training.model.parameters())):  # sharding replaces them, too
                 raise ModelError(
@@ -173,13 +187,16 @@ class InnerSteps:
                 )
 
     def _steps(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        optimizer = self._outer.get(id(optimizer), optimizer)
         self.check()
         self._interrupted |= self._stepping
         if id(optimizer) not in self._due:
-            raise ModelError(
-                "one optimizer has stepped twice while another has not stepped once; of several that are given to a Replica each must step "
-                "once in an inner step. Step them equally often (with one GradScaler for each they may not), or give one optimizer."
-            )
+            if self._gradients or not _scaled():
+                raise ModelError(
+                    "one optimizer has stepped twice while another has not stepped once; of several that are given to a Replica each must step "
+                    "once in an inner step. Step them equally often, or give one optimizer."
+                )
+            self._end_step()  # the scaler has skipped the step of another one, of which no hook tells
         if self._driver.uses_gradients and getattr(optimizer, "grad_scale", None) is not None:
             raise ModelError(
                 "a GradScaler leaves the gradients scaled for a fused optimizer, and this strategy, which exchanges gradients, would add those of "
@@ -196,24 +213,36 @@ class InnerSteps:
         self._stepping = self._gradients  # such a step must end, because the others take it
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer = self._outer.get(id(optimizer), optimizer)
         self._others.steps(within=False)
         self._stepping = False
         if self._skipped(optimizer):
             return
         self._due.discard(id(optimizer))
-        if self._due:
-            return
-        self._due, self._exchanged, self._early = set(self._all), False, []
-        with self._driving():
-            self._training.step += 1
-            self._driver.after_inner_step()
+        if not self._due:
+            self._end_step()
 
-    @contextmanager
-    def _driving(self) -> Iterator[None]:
-        """A context for the driver's part of a step, which measures it, and notices a Ctrl-C."""
+    def _end_step(self) -> None:
+        """Count the inner step that has ended."""
+        self._due, self._exchanged, self._early = set(self._all), False, []
+        if not self._taken:  # most optimizers make their state in the first step
+            self._training.copies.find(self._training.anchor_of_each())
+        self._drive(self._count_step)
+
+    def _count_step(self) -> None:
+        self._taken += 1
+        self._training.step += 1
+        self._driver.after_inner_step()
+
+    def _drive(self, work: Callable[[], None]) -> None:
+        """Do the driver's `work` of a step, measure it, and notice a Ctrl-C."""
         began = self._training.clock()
         try:
-            yield
+            if self._training.copies.active:
+                with self._training.copies.following():
+                    work()
+            else:
+                work()  # contexts take a while, and this is called in every step
         except BaseException as error:
             self._interrupted |= not isinstance(error, Exception)
             raise
@@ -223,6 +252,24 @@ class InnerSteps:
         """Whether a `GradScaler` skipped this step. If gradients are exchanged, all replicas have refused the step, and count it."""
         found = getattr(optimizer, "found_inf", None)
         return found is not None and not self._gradients and bool(found.item())
+
+
+def _scaled() -> bool:
+    """Whether a `GradScaler` calls the present step of an optimizer."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and not isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that `optimizer` has as attributes and that hold all its parameters: those inside SAM, Lookahead and the like."""
+    held, found, begun = set(map(id, _held([optimizer]))), [optimizer], [optimizer]
+    while begun:
+        inside = [one for one in vars(begun.pop()).values() if isinstance(one, torch.optim.Optimizer)]
+        fresh = [one for one in inside if one not in found and set(map(id, _held([one]))) == held]
+        found, begun = [*found, *fresh], [*begun, *fresh]
+    return [one for one in found[1:] if hasattr(one, "_optimizer_step_pre_hooks")]
 
 
 def _held(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:

@@ -28,6 +28,7 @@ class OtherOptimizers:
     ) -> None:
         self._given, self._parameters, self._warn = frozenset(map(id, given)), parameters, warn
         self._steps, self._said = 0, False  # of other optimizers, since a given one has stepped
+        self.stepped_since_start = False  # whether another one has ever stepped
         self._within = False  # a step of a given one, which may step others
         with _first:
             _watch_all()
@@ -43,6 +44,7 @@ class OtherOptimizers:
         if self._within or id(optimizer) in self._given:
             return
         self._steps += 1
+        self.stepped_since_start = True
         if self._steps == 2 and not self._said:
             self._said = True
             self._warn(

@@ -35,7 +35,7 @@ from thinwire.runtime.deadlines import Deadlines
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import Finished
 from thinwire.runtime.loop_warnings import silent
-from thinwire.runtime.token_weights import TokenCount, weigh
+from thinwire.runtime.token_weights import FactOfAll, TokenCount, weigh
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -111,11 +111,15 @@ class RoundPipeline:
         if update.trained:
             key = Key(self.seed, update.fragment.index, update.number, group.rank)
             counts = TokenCount(group, tag_of(key, MOST_STAGES - 2), update.trained - update.fragment.counted)
+        samples = None
+        if update.sample:  # the policy's stage has one message
+            key = Key(self.seed, update.fragment.index, update.number, group.rank)
+            samples = FactOfAll(group, tag_of(key, MOST_STAGES - 1, 1), update.sample, "frozen parameters")
         order = (update.lands, next(self._launched))
         own = self._step_timer.departs(update.departed, begin - stalled)
         self._set_level(update, begin, (update.lands - update.departed) * own if scheduled or resumed else math.inf)
         departure = self.context.send_queue.put(order, lambda: self._depart(update, order, counts))
-        update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled)
+        update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled, samples)
 
     def _set_level(self, update: RoundUpdate, now: float, seconds: float) -> None:
         """If the codec has levels, choose the finest one with which `update` arrives within `seconds`, which are infinite if there is no
@@ -229,9 +233,10 @@ class RoundPipeline:
         update: RoundUpdate,
         own_seconds: float,
         scheduled: bool,
+        samples: FactOfAll | None,
     ) -> None:
         with update.on_stream():
-            self._receive(*departed.result(), update, own_seconds, scheduled)
+            self._receive(*departed.result(), update, own_seconds, scheduled, samples)
 
     def _receive(
         self,
@@ -241,6 +246,7 @@ class RoundPipeline:
         update: RoundUpdate,
         own_seconds: float,
         scheduled: bool,
+        samples: FactOfAll | None,
     ) -> None:
         over = False
         try:
@@ -248,6 +254,7 @@ class RoundPipeline:
             arrival = self.exchange.arrive(departure, settle)
             if notice and self._deciding is not None:
                 update.policy = self._deciding.told(update.fragment.codec, notice.arrive())
+            update.unlike = samples is not None and set(samples.wait().values()) != {update.sample}
             over = True
         except PeerError as error:
             own = round_.own_failure()

@@ -73,21 +73,31 @@ def check_saved(saved: bool, here: bool) -> None:
         )
 
 
+class FactOfAll:
+    """8 bytes of each replica about a round, sent to all others when its delta departs."""
+
+    def __init__(self, group: Group, tag: int, own: bytes, purpose: str) -> None:
+        message = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        peers = [peer for peer in range(group.size) if peer != group.rank]
+        self._others = {peer: torch.zeros_like(message) for peer in peers}
+        self._transfer = group.post(tag, dict.fromkeys(peers, message), self._others, purpose)
+
+    def wait(self) -> dict[int, bytes]:
+        """Those of the others. Raises `LinkError`."""
+        self._transfer.wait()
+        return {peer: bytes(other.tolist()) for peer, other in self._others.items()}
+
+
 class TokenCount:
     """The numbers of tokens of all replicas' deltas in a round: 8 bytes to each other, sent when the delta departs."""
 
     def __init__(self, group: Group, tag: int, tokens: float) -> None:
-        self._group = group
-        own = torch.frombuffer(bytearray(_COUNT.pack(tokens)), dtype=torch.uint8)
-        peers = [peer for peer in range(group.size) if peer != group.rank]
-        self._counts = {peer: torch.zeros(_COUNT.size, dtype=torch.uint8) for peer in peers}
-        self._transfer = group.post(tag, dict.fromkeys(peers, own), self._counts, "tokens")
-        self._own = tokens
+        self._group, self._own = group, tokens
+        self._facts = FactOfAll(group, tag, _COUNT.pack(tokens), "tokens")
 
     def share(self) -> float:
         """The factor of this replica's delta; waits for the others. Raises `LinkError`, `PacketError`."""
-        self._transfer.wait()
-        counts = {peer: float(_COUNT.unpack(bytes(count.tolist()))[0]) for peer, count in self._counts.items()}
+        counts = {peer: float(_COUNT.unpack(count)[0]) for peer, count in self._facts.wait().items()}
         if {self._own, *counts.values()} == {0.0}:  # the round that ends a run, right after another one
             return 1.0
         for peer, count in counts.items():  # 0: it started again, and has not trained since
