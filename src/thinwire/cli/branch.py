@@ -48,6 +48,8 @@ class Options:
     """Train for this number of floating-point operations, instead of --steps: equal compute for unequal sizes. Default: --steps counts."""
     trained: bool = False
     """Take RUN's model as the expert without training: RUN was already trained on the domain."""
+    trust: bool = False
+    """Run the code that the run file names, with which you have not trained on this machine before. Read it first."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 

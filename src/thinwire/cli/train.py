@@ -63,6 +63,8 @@ class Options:
     """With --lighthouse: the file with the run secret that `thinwire lighthouse --secret FILE` wrote. --elastic without it makes its own."""
     log: str | None = None
     """Send the metrics of the run to trackers: some of wandb,mlflow,tensorboard,prometheus,jsonl (thinwire docs metrics). Default: to none."""
+    trust: bool = False
+    """Run the code that the run file names, with which you have not trained on this machine before. Read it first."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 
