@@ -68,7 +68,7 @@ from typing import IO, Any, BinaryIO
 
 from thinwire.errors import DataError
 from thinwire.records.choices import listed
-from thinwire.records.files import open_regular
+from thinwire.records.files import open_regular, open_to_append
 
 Event = dict[str, Any]
 
@@ -143,9 +143,7 @@ class EventLog:
         self._opened = clock()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # a FIFO is an error, not a wait
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-            self._file = os.fdopen(os.open(self.path, flags, 0o666), "ab", buffering=0)
+            self._file = os.fdopen(open_to_append(self.path), "ab", buffering=0)
             self._torn = not _ends_with_newline(self.path)
             locked = _lock(self._file)
             for _ in range(4 * (not locked)):  # one who asks `being_written` holds it for a moment

@@ -24,18 +24,58 @@ LARGEST_FILE = 64 << 20  # most bytes of a file that is read whole: settings and
 
 def open_regular(path: Path) -> BufferedReader:
     """`path` for reading. Raises `OSError` for what is no regular file, a link to a device too."""
-    _check(path, path.stat())  # first by name: opening alone may do something to a device
+    _check(path, path.stat().st_mode)  # first by name: opening alone may do something to a device
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
-        _check(path, os.fstat(file.fileno()))
+        _check(path, os.fstat(file.fileno()).st_mode)
     except OSError:
         file.close()
         raise
     return file
 
 
-def _check(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def open_to_append(path: Path) -> int:
+    """A descriptor at the end of `path`, which is made if it is not there. Raises `OSError` for what is no file of its own: a link, a file
+    with a second name elsewhere, which would be written too, or a FIFO, which would wait.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        file = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(f"{path} is a link, and what it leads to would be written") from None
+        raise
+    try:
+        found = os.fstat(file)
+        _check(path, found.st_mode)
+        if found.st_nlink > 1:
+            raise OSError(f"{path} has a second name (a hard link), and the file there would be written too; copy it")
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def check_inside(folder: Path) -> None:
+    """Raise `OSError` if something in `folder` is a link that leads out of it, a FIFO or a device: what is written or deleted there would be
+    elsewhere, and reading might not end.
+    """
+    whole = folder.resolve()
+    ahead = [str(folder)]
+    while ahead:
+        with os.scandir(ahead.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    if not Path(entry.path).resolve().is_relative_to(whole):
+                        raise OSError(f"{entry.path} is a link that leads out of the folder")
+                elif entry.is_dir(follow_symlinks=False):
+                    ahead.append(entry.path)
+                elif not stat.S_ISSOCK(mode := entry.stat(follow_symlinks=False).st_mode):
+                    _check(Path(entry.path), mode)
+
+
+def _check(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
         raise OSError(f"{path} is no regular file")
 
 
