@@ -14,7 +14,7 @@ from rich.console import Console
 
 from thinwire.cli import options
 from thinwire.cli.capacity import check_capacity, choose_defaults
-from thinwire.cli.training import finish, train
+from thinwire.cli.training import finish, train, watched
 from thinwire.comm import parse_link
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch, run_folder
@@ -212,7 +212,7 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
             Progress(folder, run.optimizer.steps, 1, console, sharded=shards > 1) as progress,
         ):
             progress.pass_over()
-            with watching(progress.update, 0.2, "thinwire-progress"):
+            with watched(folder, progress, stop) as tick, watching(tick, 0.2, "thinwire-progress"):
                 launch.train_as_rank(run, folder, resume, stop)
         return finish(folder, console, asked.json, stop)
 

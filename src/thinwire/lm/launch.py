@@ -137,11 +137,17 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
     # Nothing can end a thread from outside, so a second Ctrl-C must not end the process without them.
     with stopping(stop, raises=False):
         thread.start()
-        while not done.wait(0.2):
-            tick()
-            if stop.is_set() and not said:
-                said = True
-                print(f"\n{STOPPING}", file=sys.stderr)
+        try:
+            while not done.wait(0.2):
+                tick()
+                if stop.is_set() and not said:
+                    said = True
+                    print(f"\n{STOPPING}", file=sys.stderr)
+        except BaseException:
+            stop.at_once = True
+            stop.set()
+            thread.join()
+            raise
     tick()
     thread.join()
     if isinstance(outcome[0], BaseException):

@@ -21,7 +21,7 @@ from thinwire.lm.placement import Placement
 from thinwire.lm.settings import NAMED, OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, recipe_name
 from thinwire.methods import Codistill, Method
 from thinwire.pieces.inner_optimizers import AdamW, Inner, Muon
-from thinwire.pieces.own_files import names_files, pin, pinned_file, taken_apart, waits
+from thinwire.pieces.own_files import names_files, pin, pinned_file, remember, taken_apart, waits
 from thinwire.recipes import RECIPES
 from thinwire.records.choices import listed, nearest
 from thinwire.records.files import write_whole
@@ -334,8 +334,9 @@ class Run:
         return f"{tomli_w.dumps(tables)}\n# What the strategy is made of:\n{said}"
 
     def save(self, path: Path) -> None:
-        """Write a run file."""
+        """Write a run file. The code that it names is this user's from now on: see records/trust.py."""
         write_whole(path, self.as_toml())
+        remember()
 
     @classmethod
     def load(cls, path: Path, advise: Callable[[str], object] = lambda line: None) -> Run:

@@ -12,7 +12,6 @@ from pathlib import Path
 from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.lm.resuming import check_ranks
 from thinwire.lm.run import Run
-from thinwire.pieces import own_files
 from thinwire.records.events import LONGEST_LINE, being_written, recent_events
 from thinwire.records.files import check_inside, contents
 from thinwire.records.printable import reason
@@ -132,7 +131,6 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
         for log in logs:  # of a run that ended before its first step
             log.unlink()
         run.save(folder / (_DRAFT if resume else "run.toml"))
-        own_files.remember()
     except OSError as error:
         todo = "check its permissions and the free space" if resume else "choose another --out"
         raise ConfigurationError(f"{folder} cannot be written ({reason(error)}); {todo}.") from None

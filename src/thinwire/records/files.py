@@ -7,9 +7,12 @@ Opening a FIFO would wait for ever, a device has no end, and a few bytes of brac
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import stat
+import sys
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import BufferedReader
@@ -77,6 +80,43 @@ def check_inside(folder: Path) -> None:
 def _check(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         raise OSError(f"{path} is no regular file")
+
+
+class HeldFolder:
+    """A folder that is held open, so that it is known where it is when it was renamed, and that it is gone when it was deleted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self.descriptor)  # or at its end
+
+    def where(self) -> Path | None:
+        """Its present path; None if it was deleted, or if the system does not tell."""
+        for path in (lambda: self.path, self._named_by_the_system):
+            with suppress(OSError):
+                if os.path.samestat(os.stat(found := path()), os.fstat(self.descriptor)):
+                    self.path = found
+                    return found
+        return None
+
+    def _named_by_the_system(self) -> Path:
+        if sys.platform == "darwin":
+            return Path(os.fsdecode(fcntl.fcntl(self.descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
+        return Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))
+
+    def try_to_write(self) -> None:
+        """Write a page of a file there, and delete it. Raises `OSError`, as on a full disk."""
+        name = f".room-{os.getpid()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(name, flags, 0o600, dir_fd=self.descriptor)
+        try:
+            written = os.write(file, bytes(4096))
+        finally:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=self.descriptor)
+            os.close(file)
+        if written < 4096:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def contents(path: Path) -> str:
