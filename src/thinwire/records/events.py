@@ -58,6 +58,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -107,8 +108,24 @@ EVENTS: dict[str, tuple[str, ...]] = {
 }
 
 _LATER = {"progress", "sent"}  # fields that logs of older versions lack
+MOST_FILES = 512  # event files of a run that are read
 LONGEST_LINE = 4 << 20  # most bytes of a line
 _GROUP = 1 << 18  # bytes of lines that are parsed at once
+# fields that hold a number, or nothing, and the most that one of seconds may be: the year 33,658
+_NUMBERS = (
+    *(
+        "wall_time",
+        "seconds_spent",
+        "compute_seconds",
+        "stall_seconds",
+        "queued_seconds",
+        "transfer_seconds",
+        "own_seconds",
+    ),
+    *("begin", "end", "at_most_seconds", "lr", "grad_norm", "norm", "limit"),
+)
+_LATEST = 1e12
+_HUGE = re.compile(rb"[\[:,]-?[0-9]{20}")  # a whole number that no column holds
 _COUNTS = ("fragment", "round", "nbytes", "tokens")
 _FIELDS = {kind: frozenset(fields) - _LATER for kind, fields in EVENTS.items()}
 _NO_FIELDS = frozenset[str]()
@@ -266,6 +283,12 @@ class Tail:
         return _parsed([self._rest])[0]
 
 
+def event_files(folder: Path) -> list[Path]:
+    """The event files of the run in `folder`, by name; the newest `MOST_FILES` if there are more."""
+    paths = [path for path in folder.glob("events/*.jsonl") if path.is_file()]
+    return sorted(sorted(paths, key=lambda path: path.stat().st_mtime)[-MOST_FILES:])
+
+
 def recent_events(path: Path, most: int) -> list[Event]:
     """The events in the last `most` bytes of a file."""
     return Tail(path, max(0, path.stat().st_size - most)).read()
@@ -317,6 +340,10 @@ def _event(event: Any, line: bytes) -> Event | None:
         or type(event.get("seconds")) not in (int, float)
     ):
         return None
+    if not -_LATEST < event["seconds"] < _LATEST or _HUGE.search(line):
+        return None
+    if any([_is_no_number(event[name]) for name in _NUMBERS if name in event]):
+        return None
     if any([_is_no_count(event[name]) for name in _COUNTS if name in event]):
         return None
     return event if event.keys() >= _FIELDS.get(event["event"], _NO_FIELDS) else None
@@ -325,6 +352,13 @@ def _event(event: Any, line: bytes) -> Event | None:
 def _is_no_count(value: object) -> bool:
     """Whether this is neither a name nor a number that an array can hold."""
     return isinstance(value, list | dict) or (isinstance(value, int | float) and 2**62 <= abs(value) < math.inf)
+
+
+def _is_no_number(value: object) -> bool:
+    """Whether this is neither nothing nor a number of seconds, or NaN or an infinity."""
+    if type(value) not in (int, float):
+        return value is not None
+    return _LATEST <= abs(value) < math.inf  # type: ignore[arg-type]
 
 
 def _line(record: Mapping[str, object]) -> bytes:

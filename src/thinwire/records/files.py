@@ -94,7 +94,7 @@ class HeldFolder:
         """Its present path; None if it was deleted, or if the system does not tell."""
         for path in (lambda: self.path, self._named_by_the_system):
             with suppress(OSError):
-                if os.path.samestat(os.stat(found := path()), os.fstat(self.descriptor)):
+                if os.path.samestat((found := path()).stat(), os.fstat(self.descriptor)):
                     self.path = found
                     return found
         return None
@@ -102,7 +102,7 @@ class HeldFolder:
     def _named_by_the_system(self) -> Path:
         if sys.platform == "darwin":
             return Path(os.fsdecode(fcntl.fcntl(self.descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
-        return Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))
+        return Path(f"/proc/self/fd/{self.descriptor}").readlink()
 
     def try_to_write(self) -> None:
         """Write a page of a file there, and delete it. Raises `OSError`, as on a full disk."""
