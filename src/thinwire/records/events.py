@@ -127,6 +127,7 @@ _NUMBERS = (
 _LATEST = 1e12
 _HUGE = re.compile(rb"[\[:,]-?[0-9]{20}")  # a whole number that no column holds
 _COUNTS = ("fragment", "round", "nbytes", "tokens")
+_NUMBERS_OF = {kind: tuple(name for name in fields if name in _NUMBERS) for kind, fields in EVENTS.items()}
 _FIELDS = {kind: frozenset(fields) - _LATER for kind, fields in EVENTS.items()}
 _NO_FIELDS = frozenset[str]()
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -342,7 +343,7 @@ def _event(event: Any, line: bytes) -> Event | None:
         return None
     if not -_LATEST < event["seconds"] < _LATEST or _HUGE.search(line):
         return None
-    if any([_is_no_number(event[name]) for name in _NUMBERS if name in event]):
+    if any([_is_no_number(event.get(name)) for name in _NUMBERS_OF.get(event["event"], ())]):
         return None
     if any([_is_no_count(event[name]) for name in _COUNTS if name in event]):
         return None

@@ -44,8 +44,13 @@ class RunRecord:
     @classmethod
     def load(cls, folder: str | Path) -> RunRecord:
         """Read `folder`. Raises `DataError` if it is no run or holds no event yet."""
+        global _latest
         folder = Path(folder)
         paths = event_files(folder)
+        files = [path.stat() for path in (*paths, folder / "run.toml", folder / "summary.json") if path.exists()]
+        state = folder.absolute(), tuple(paths), tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in files)
+        if _latest and _latest[0] == state:  # a command asks several times, and a long run takes seconds to read
+            return _latest[1]
         if not paths:
             why = "is no run folder: it has no events/*.jsonl" if folder.exists() else "does not exist"
             raise DataError(f"{folder} {why}. Give the folder that `thinwire train` wrote.")
@@ -138,6 +143,9 @@ class RunRecord:
     def notes(self) -> list[Note]:
         own = [note for replica in self.replicas for note in replica.notes]
         return sorted([*own, *_membership_notes(self.replicas)], key=lambda note: note.seconds)
+
+
+_latest: tuple[object, RunRecord] | None = None  # the record that was read last, and the files that it was read from
 
 
 def best_loss(records: Sequence[RunRecord]) -> float | None:
