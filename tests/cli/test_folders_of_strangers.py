@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,10 +49,15 @@ def with_a_piece(folder: Path, table: str, line: str) -> Path:
     """Lets run.toml name a file in the folder; returns the mark that the file leaves when it is run."""
     mark = folder.parent / "RAN"
     (folder / "evil.py").write_text(
-        f"from pathlib import Path\nPath({str(mark)!r}).touch()\nimport thinwire as tw\nMine = tw.Identity\nInner = tw.AdamW\n"
+        f"from pathlib import Path\nPath({str(mark)!r}).touch()\n"
+        "from thinwire.codecs.cast import Identity as Mine\nfrom thinwire.pieces.inner_optimizers import AdamW as Inner\n"
     )
     name = line.split(" = ")[0]
-    lines = [one for one in (folder / "run.toml").read_text().splitlines() if one.split(" = ")[0] != name]
+    left_out = (
+        ("job", "model", "text") if name == "job" else (name, "every", "delay") if name == "strategy" else (name,)
+    )
+    text = (folder / "run.toml").read_text()
+    lines = [one for one in re.sub(r"\[\n[^\]]*\]", "[]", text).splitlines() if one.split(" = ")[0] not in left_out]
     lines.insert(lines.index(f"[{table}]") + 1, line)
     (folder / "run.toml").write_text("\n".join(lines) + "\n")
     return mark
@@ -82,7 +88,7 @@ def test_only_training_with_trust_runs_the_code_that_a_folder_names(
         assert not mark.exists(), verb
         assert code == 0 or table == "model", (verb, capsys.readouterr().err)  # a job's model is only in its file
     capsys.readouterr()
-    for command in (["resume", "run", "--steps", "6"], ["branch", "run", "--domain", "law", "--text", "run/run.toml"]):
+    for command in (["resume", "run", "--steps", "6"], ["branch", "run", "--domain", "law", "--trained"]):
         assert main(command) in (1, 2)
         assert not mark.exists()
         assert "--trust" in capsys.readouterr().err
@@ -97,7 +103,7 @@ def test_code_with_which_one_has_trained_is_run_again(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("thin wires " * 4000)
-    Path("own.py").write_text("import thinwire as tw\nMine = tw.Identity\n")
+    Path("own.py").write_text("from thinwire.codecs.cast import Identity as Mine\n")
     given = [*SMALL, "--text", "text.txt", "--carrier", "threads", "--steps", "2", "--out", "run"]
     assert main(["train", *given, "--checkpoint-every", "2", "--codec", "own.py:Mine"]) == 0
     resume = [sys.executable, "-m", "thinwire", "resume", "run", "--steps", "3"]
@@ -206,9 +212,10 @@ def test_a_run_stops_when_its_folder_is_renamed_or_deleted(
         tail = events_module.Tail("run/events/replica-0.jsonl")
         while not any(event["event"] == "checkpoint" for event in tail.read()):
             over.wait(0.05)
-        Path("run").rename("other")
-        if not moved:
-            shutil.rmtree("other", ignore_errors=True)
+        if moved:
+            Path("run").rename("other")
+        while Path("run").exists():
+            shutil.rmtree("run", ignore_errors=True)
 
     over = threading.Event()
     mover = threading.Thread(target=move)

@@ -49,6 +49,9 @@ that it has sent, fewer only if the codec's size varies. In a `round` they are `
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
 "-Infinity"; reading restores them. A process killed in the middle of a line leaves it torn; readers pass over it. A
 run that resumes appends to the same file with a new `start` and a `resume`.
+
+A file of more than `MOST_NBYTES` is thinned: of its older part, two `step` events that follow each other become one, with `merged` (the number
+of inner steps), the sum of tokens and compute_seconds, and the mean loss. All other events stay.
 """
 
 from __future__ import annotations
@@ -108,6 +111,10 @@ EVENTS: dict[str, tuple[str, ...]] = {
 }
 
 _LATER = {"progress", "sent"}  # fields that logs of older versions lack
+MOST_NBYTES = (
+    64 << 20
+)  # of a log, after which its older steps are merged in pairs; twice what is left then, if that is more
+_RECENT = 1 << 20  # bytes at the end of a log that stay as they are, so that readers find their place
 MOST_FILES = 512  # event files of a run that are read
 LONGEST_LINE = 4 << 20  # most bytes of a line
 _GROUP = 1 << 18  # bytes of lines that are parsed at once
@@ -163,6 +170,7 @@ class EventLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(open_to_append(self.path), "ab", buffering=0)
             self._torn = not _ends_with_newline(self.path)
+            self._nbytes, self._most = os.fstat(self._file.fileno()).st_size, MOST_NBYTES
             locked = _lock(self._file)
             for _ in range(4 * (not locked)):  # one who asks `being_written` holds it for a moment
                 time.sleep(0.02)
@@ -210,14 +218,40 @@ class EventLog:
                     self.lost += 1
                     return
                 written = self._file.write(data)
+                self._nbytes += written
                 self._torn = True  # until the rest is there too
                 data = data[written:]
             self._torn = False
+            if self._nbytes > self._most:
+                self._thin()
         except OSError as error:
             self.lost += 1
             if self.lost == 1:
                 with contextlib.suppress(OSError, ValueError):  # stderr may be gone as well
                     print(f"thinwire: events are lost: {self.path}: {error}. Training continues.", file=sys.stderr)
+
+    def _thin(self) -> None:
+        """Put a thinned file in the place of the log. If it cannot be written, the log stays as it is, and is thinned later."""
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            thinned = os.fdopen(open_to_append(draft), "ab", buffering=0)
+            try:
+                _lock(thinned)  # first, so that the log is never without its writer
+                with open_regular(self.path) as file:
+                    for lines in _together(_merged_steps(file)):
+                        _write(thinned, b"".join(lines))
+                draft.replace(self.path)
+            except BaseException:
+                thinned.close()
+                raise
+            self._file.close()
+            before, self._file, self._nbytes = self._nbytes, thinned, os.fstat(thinned.fileno()).st_size
+            self._most = max(MOST_NBYTES, 2 * self._nbytes)
+            if MOST_NBYTES < 2 * self._nbytes < 1.9 * before:  # pairs of pairs
+                self._thin()
+        except OSError:
+            self._most *= 2
+            draft.unlink(missing_ok=True)
 
     def __enter__(self) -> EventLog:
         return self
@@ -226,6 +260,49 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _write(file: IO[bytes], data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _merged_steps(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a log, without its newest bytes merged; see the head of this file."""
+    until = os.fstat(file.fileno()).st_size - _RECENT
+    at, held = 0, b""
+    for line in file:
+        at += len(line)
+        if at > until or not line.startswith(b'{"event":"step",') or len(line) > LONGEST_LINE:
+            yield from filter(None, (held, line))
+            held = b""
+        elif not held:
+            held = line
+        else:
+            both = _merged(_parsed([held])[0], _parsed([line])[0])
+            yield from (held, line) if both is None else (both,)
+            held = b""
+    yield from filter(None, (held,))
+
+
+def _merged(first: Event | None, second: Event | None) -> bytes | None:
+    """One line for two step events; None if they do not follow each other."""
+    if first is None or second is None or first["step"] != second["step"] - steps_in(second):
+        return None
+    sums = {name: (first[name], second[name]) for name in ("tokens", "compute_seconds", "loss")}
+    if any(type(value) not in (int, float) for pair in sums.values() for value in pair):
+        return None
+    counts = steps_in(first), steps_in(second)
+    loss = sum(count * value for count, value in zip(counts, sums.pop("loss"))) / sum(counts)
+    added = {name: sum(pair) for name, pair in sums.items()}
+    return _line({**second, "begin": first["begin"], **added, "loss": loss, "merged": sum(counts)})
+
+
+def steps_in(event: Event) -> int:
+    """The inner steps that a step event stands for."""
+    merged = event.get("merged", 1)
+    return merged if type(merged) is int and 0 < merged < 2**31 else 1
 
 
 class Tail:
@@ -241,6 +318,8 @@ class Tail:
         self._offset = offset
         self._rest = b""
         self._overlong = False  # the line that is being read
+        self._file = 0  # the number of the file that was read last
+        self._last = b""  # its last line
 
     def read(self) -> list[Event]:
         """The events that were completed since the last call."""
@@ -253,8 +332,15 @@ class Tail:
                 yield from self._events(lines)
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
-        file.seek(0, 2)
-        if file.tell() < self._offset:  # the file was replaced by a new one
+        number, size = os.fstat(file.fileno()).st_ino, file.seek(0, 2)
+        if number != self._file and self._last:  # perhaps it was thinned, and has what was read last
+            begin = max(0, size - 2 * _RECENT)
+            file.seek(begin)
+            place = file.read(2 * _RECENT).rfind(self._last)
+            if place >= 0:
+                self._offset, self._rest, self._overlong = begin + place + len(self._last), b"", False
+        self._file = number
+        if size < self._offset:  # the file was replaced by a new one
             self._offset, self._rest, self._overlong = 0, b"", False
         file.seek(self._offset)
         while part := file.readline(LONGEST_LINE):
@@ -266,6 +352,7 @@ class Tail:
             if part.endswith(b"\n"):
                 whole, self._rest = self._rest, b""
                 if not self._overlong:
+                    self._last = whole
                     yield whole
                 self._overlong = False
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.records.clocks import Timed, timed_record
-from thinwire.records.events import Event, Tail
+from thinwire.records.events import Event, Tail, steps_in
 from thinwire.records.fragments import fragment_of, fragments_of
 from thinwire.records.participation import CARRIER, RoundSeen, Steps
 from thinwire.records.sessions import Lost, Span, finite, number, whole
@@ -137,7 +137,7 @@ class History:
 
     def __init__(self, called: str) -> None:
         self.called = called
-        self.damaged = self.warnings = 0
+        self.damaged = self.warnings = self.merged = 0
         self.sessions: list[Session] = []
         self.columns = {kind: Columns(*names) for kind, names in _COLUMNS.items()}
         self.others: list[Placed] = []
@@ -179,6 +179,8 @@ class History:
         elastic = session.start["carrier"] == CARRIER
         if elastic:
             self.steps.take(event)
+        if kind == "step":
+            self.merged += steps_in(event) if steps_in(event) > 1 else 0
         if kind == "wire" and (record := timed_record(session.opened, event)):
             self.timed.append(record)
         if kind in _AS_IT_IS and self._is_news(session, event):

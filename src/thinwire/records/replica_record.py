@@ -344,6 +344,9 @@ def _notes(history: History, offsets: Floats) -> tuple[Note, ...]:
         end = history.sessions[-1]
         told = f"{more:,} more warnings are in events/{history.called}.jsonl"
         notes.append(Note(float(offsets[-1]) + end.end, end.step, replica, "warning", told))
+    if history.merged:
+        told = f"the log was thinned: {history.merged:,} older inner steps stand in fewer lines, with their sums and mean losses"
+        notes.append(Note(float(offsets[0]), 0, replica, "thinned", told))
     return tuple(notes)
 
 
