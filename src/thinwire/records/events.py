@@ -318,8 +318,7 @@ class Tail:
         self._offset = offset
         self._rest = b""
         self._overlong = False  # the line that is being read
-        self._file = 0  # the number of the file that was read last
-        self._last = b""  # its last line
+        self._last, self._behind = b"", 0  # the last line that was read, and its end in the file
 
     def read(self) -> list[Event]:
         """The events that were completed since the last call."""
@@ -332,14 +331,16 @@ class Tail:
                 yield from self._events(lines)
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
-        number, size = os.fstat(file.fileno()).st_ino, file.seek(0, 2)
-        if number != self._file and self._last:  # perhaps it was thinned, and has what was read last
+        size = file.seek(0, 2)
+        file.seek(max(0, self._behind - len(self._last)))
+        if (
+            self._last and file.read(len(self._last)) != self._last
+        ):  # perhaps it was thinned, and has that line elsewhere
             begin = max(0, size - 2 * _RECENT)
             file.seek(begin)
             place = file.read(2 * _RECENT).rfind(self._last)
             if place >= 0:
                 self._offset, self._rest, self._overlong = begin + place + len(self._last), b"", False
-        self._file = number
         if size < self._offset:  # the file was replaced by a new one
             self._offset, self._rest, self._overlong = 0, b"", False
         file.seek(self._offset)
@@ -352,7 +353,7 @@ class Tail:
             if part.endswith(b"\n"):
                 whole, self._rest = self._rest, b""
                 if not self._overlong:
-                    self._last = whole
+                    self._last, self._behind = whole, self._offset
                     yield whole
                 self._overlong = False
 
