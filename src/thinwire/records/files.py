@@ -92,11 +92,11 @@ class HeldFolder:
 
     def where(self) -> Path | None:
         """Its present path; None if it was deleted, or if the system does not tell."""
-        for path in (lambda: self.path, self._named_by_the_system):
-            with suppress(OSError):
-                if os.path.samestat((found := path()).stat(), os.fstat(self.descriptor)):
-                    self.path = found
-                    return found
+        with suppress(OSError):
+            for path in (self.path, self._named_by_the_system()):
+                if path.exists() and os.path.samestat(path.stat(), os.fstat(self.descriptor)):
+                    self.path = path
+                    return path
         return None
 
     def _named_by_the_system(self) -> Path:
