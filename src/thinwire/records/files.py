@@ -92,12 +92,22 @@ class HeldFolder:
 
     def where(self) -> Path | None:
         """Its present path; None if it was deleted, or if the system does not tell."""
+        if self._is_at(self.path):
+            return self.path
         with suppress(OSError):
-            for path in (self.path, self._named_by_the_system()):
-                if path.exists() and os.path.samestat(path.stat(), os.fstat(self.descriptor)):
-                    self.path = path
-                    return path
+            path = self._named_by_the_system()
+            if self._is_at(path):
+                self.path = path
+                return path
         return None
+
+    def _is_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(path.stat(), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return False
+        except OSError:  # a file system that does not answer now
+            return True
 
     def _named_by_the_system(self) -> Path:
         if sys.platform == "darwin":
