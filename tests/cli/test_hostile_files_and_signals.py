@@ -214,7 +214,7 @@ def test_control_characters_in_run_folders_are_escaped(
         said = capsys.readouterr()
         assert all(line.isprintable() for line in (said.out + said.err).split("\n"))
     page = (folder / "report.html").read_text()
-    assert r"\x1b]0;owned\x07" in page and "3 damaged lines were passed over" in page
+    assert r"\x1b]0;owned\x07" in page and "4 damaged lines were passed over" in page
     assert "B" * 3000 in page and "B" * 5000 not in page and "A" * 100 not in page
     assert "\x1b" not in page
 

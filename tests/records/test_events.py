@@ -142,7 +142,8 @@ def test_a_full_disk_does_not_stop_training(tmp_path: Path, capfd: pytest.Captur
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full on this system")
-    with EventLog(full) as log:
+    with EventLog(tmp_path / "replica-0.jsonl") as log:
+        log._file = full.open("ab", buffering=0)
         for step in range(3):
             log.emit("stop", step, reason="x")
         assert log.lost == 3
@@ -247,3 +248,27 @@ def test_what_a_file_holds_is_passed_over(tmp_path: Path) -> None:
         assert tail.read() == []
         log.emit("stop", 2, reason="after")
     assert [event["reason"] for event in tail.read()] == ["after"]
+
+
+def test_a_long_log_is_thinned_and_loses_no_sum_and_no_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MOST_NBYTES", 60_000)
+    monkeypatch.setattr(events, "_RECENT", 6_000)
+    rest = {"loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens": 8, "compute_seconds": 0.5, "progress": 0, "sent": 0}
+    with EventLog(tmp_path / "replica-0.jsonl") as log:
+        seen, tail = 0, Tail(log.path)
+        for step in range(1, 5001):
+            log.emit("step", step, begin=float(step), **rest)
+            if step % 20 == 0:
+                log.emit("warning", step, message="stays")
+                seen += sum(event["event"] == "step" for event in tail.read())
+            assert log.path.stat().st_size < 200_000
+        assert being_written(log.path)
+    read = read_events(log.path)
+    steps = [event for event in read if event["event"] == "step"]
+    assert seen == 5000  # each once, by a reader beside it
+    assert len(steps) < 2500
+    assert sum(event["tokens"] for event in steps) == 8 * 5000
+    assert sum(event["compute_seconds"] for event in steps) == 0.5 * 5000
+    assert sum(events.steps_in(event) for event in steps) == 5000
+    assert sum(event["event"] == "warning" for event in read) == 250
+    assert [path.name for path in tmp_path.iterdir()] == [log.path.name]

@@ -37,9 +37,9 @@ model job lora positions text own_text column tokenizer batch sequence accumulat
 weight_decay clip precision models eval_every eval_batches checkpoint_every keep publish slow
 """
 OPTIONS = {
-    "train": "run_settings out resume from_start run elastic lighthouse name secret log json",
-    "resume": "run_settings out resume from_start run elastic lighthouse name secret log json",
-    "compare": "run_settings strategies seeds out run json",
+    "train": "run_settings out resume from_start trust run elastic lighthouse name secret log json",
+    "resume": "run_settings out resume from_start trust run elastic lighthouse name secret log json",
+    "compare": "run_settings strategies seeds out trust run json",
     "new": "file json",
     "report": "runs diagnose out log json",
     "top": "run once page json",
@@ -48,9 +48,9 @@ OPTIONS = {
     "follow": "run out once every name keys json",
     "export": "run to out json",
     "evaluate": "run text prior batch sequence eval_batches column json",
-    "branch": "run_settings run domain out flops trained json",
+    "branch": "run_settings run domain out flops trained trust json",
     "probe": "run what out model job sequence link replicas seconds trips name timeout json",
-    "plan": "links machines replicas run model job sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
+    "plan": "links machines replicas run trust model job sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
     "degrees levels top out frontier rates json",
     "plan fit": "file variables reference draws level json",
     "plan pack": "file ranks capacity model out json",
@@ -58,7 +58,7 @@ OPTIONS = {
     "plan tp": "model ranks explain link machine batch sequence json",
     "simulate utilization": "parameters layers step_seconds method every delay fragment_layers bits_per_parameter grid plot json",
     "simulate run": "run_settings step_seconds slower step_variation links link_variation sharing loss jitter stragglers outages failures "
-    "encode_seconds decode_seconds out run json",
+    "encode_seconds decode_seconds out run trust json",
     "simulate pipeline": "stages micro_batches forward_seconds backward_seconds hop_seconds links activation slower plot json",
     "simulate fabric": "leaves spines hosts flows nbytes rate failed pattern policy draws seed plot json",
     "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
@@ -68,8 +68,8 @@ OPTIONS = {
     "seed plot json",
     "lighthouse": "host port heartbeat_timeout secret json",
     "hub": "do who out listen address run_file published publishers publish_bytes uses hours reduce elastic heartbeat_timeout name group now json",
-    "join": "token run name out resume keys listen address group publish timeout json",
-    "doctor": "run link step_seconds master_addr master_port firewall runs json",
+    "join": "token run name out resume trust keys listen address group publish timeout json",
+    "doctor": "run trust link step_seconds master_addr master_port firewall runs json",
     "docs": "page json",
 }
 MODULES = sorted(

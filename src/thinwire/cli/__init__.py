@@ -13,6 +13,7 @@ from thinwire.cli.streams import outliving_their_reader
 from thinwire.errors import JobError, ThinwireError
 from thinwire.records.choices import listed, nearest
 from thinwire.records.printable import printable_lines, reason
+from thinwire.records.trust import commanded
 from thinwire.version import __version__
 
 VERBS = {
@@ -37,6 +38,9 @@ VERBS = {
     "doctor": "check this machine and a set-up",
     "docs": "show a page of the documentation",
 }
+
+# these import no file that a run folder names
+READING = ("report", "top", "checkpoints", "sample", "follow", "export", "evaluate")
 
 _USAGE = "\n".join(
     [
@@ -84,7 +88,10 @@ def _run(arguments: list[str]) -> int:
         return 2
     try:
         # SIGTERM and SIGHUP (a closed terminal) end a verb like Ctrl-C, so that it cleans up; one that trains has its own handler
-        with handled(_end, signal.SIGTERM, signal.SIGHUP):
+        with (
+            handled(_end, signal.SIGTERM, signal.SIGHUP),
+            commanded(rest, reads=verb in READING),
+        ):
             return int(importlib.import_module(f"thinwire.cli.{verb}").main(rest))
     except JobError as error:  # an error in the user's own file: only its line is shown
         print(printable_lines(str(error)), file=sys.stderr)

@@ -21,6 +21,7 @@ from thinwire.lm.ensemble import DOMAIN, Ensemble, enter, flops_per_token, model
 from thinwire.lm.job import check
 from thinwire.lm.resuming import complete
 from thinwire.lm.run import Run
+from thinwire.lm.run_folder import check_links
 from thinwire.lm.settings import DataSpec
 from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.methods import Codistill
@@ -48,6 +49,8 @@ class Options:
     """Train for this number of floating-point operations, instead of --steps: equal compute for unequal sizes. Default: --steps counts."""
     trained: bool = False
     """Take RUN's model as the expert without training: RUN was already trained on the domain."""
+    trust: bool = False
+    """Run the code that the run file names, with which you have not trained on this machine before. Read it first."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 
@@ -172,6 +175,7 @@ def _copy(source: Path, folder: Path) -> None:
         raise ConfigurationError(
             f"{folder} is within {source}, which would be copied into itself; choose another --out."
         )
+    check_links(source)  # a copy would hold what they lead to
     draft = folder.with_name(f".{folder.name}-draft")
     shutil.rmtree(draft, ignore_errors=True)
     without = shutil.ignore_patterns("checkpoints*", "published", "logs", "hub", "expert.json")

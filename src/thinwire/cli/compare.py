@@ -51,6 +51,8 @@ class Options:
     """A folder for all runs. Complete runs in it are not trained again. Default: runs/compare-DATE-TIME."""
     run: Path | None = None
     """A run file with settings. Default: the defaults of the options below."""
+    trust: bool = False
+    """Run the code that the run file names, with which you have not trained on this machine before. Read it first."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 

@@ -57,6 +57,8 @@ class Options:
     rules are printed."""
     runs: Path = Path("runs")
     """The folder that holds run folders."""
+    trust: bool = False
+    """Run the code that the run file names, with which you have not trained on this machine before. Read it first."""
     json: bool = False
     """Stdout ends with one JSON object."""
 

@@ -65,6 +65,8 @@ class Options:
     timeout: float | None = None
     """Seconds to wait until all replicas have joined; in an elastic run, until its first round. Default: a day; in an elastic run, its own
     timeout."""
+    trust: bool = False
+    """Run the code that the run file names, with which you have not trained on this machine before. Read it first."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from thinwire.cli import options
 from thinwire.cli.capacity import check_capacity, choose_defaults
-from thinwire.cli.training import finish, train
+from thinwire.cli.training import finish, train, watched
 from thinwire.comm import parse_link
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch, run_folder
@@ -63,6 +63,8 @@ class Options:
     """With --lighthouse: the file with the run secret that `thinwire lighthouse --secret FILE` wrote. --elastic without it makes its own."""
     log: str | None = None
     """Send the metrics of the run to trackers: some of wandb,mlflow,tensorboard,prometheus,jsonl (thinwire docs metrics). Default: to none."""
+    trust: bool = False
+    """Run the code that the run file names, with which you have not trained on this machine before. Read it first."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 
@@ -219,7 +221,7 @@ def _as_rank(
             Progress(folder, run.optimizer.steps, 1, console, sharded=shards > 1) as progress,
         ):
             progress.pass_over()
-            with watching(progress.update, 0.2, "thinwire-progress"):
+            with watched(folder, progress, stop) as tick, watching(tick, 0.2, "thinwire-progress"):
                 launch.train_as_rank(run, folder, resume, stop)
         return finish(folder, console, asked.json, stop)
 

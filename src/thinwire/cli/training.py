@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -11,11 +13,12 @@ from rich.console import Console
 from thinwire.cli.options import teller
 from thinwire.cli.pages import write_report
 from thinwire.cli.summary import speed_advice, stall_advice, summary_of, without_result
-from thinwire.errors import ConfigurationError, DataError
+from thinwire.errors import CheckpointError, ConfigurationError, DataError, ThinwireError
 from thinwire.lm import launch, run_folder
 from thinwire.lm.resuming import cannot_resume, complete
 from thinwire.lm.run import Run
 from thinwire.lm.supervisor import JoiningReplica, train_elastic
+from thinwire.lm.watch import FolderWatch
 from thinwire.records.files import write_whole
 from thinwire.records.participation import explained_steps
 from thinwire.records.printable import quoted, reason
@@ -32,16 +35,39 @@ def train(
         folder, run.optimizer.steps, [joining.name] if joining else run.placement.replicas, console
     ) as progress:
         progress.pass_over()
-        if run.placement.elastic:
-            train_elastic(run, folder, resume, progress.update, progress.say, joining, stop)
-        elif run.placement.carrier == "threads":
-            launch.train_threads(run, folder, resume, progress.update, stop)
-        elif run.placement.carrier == "secure":
-            from thinwire.lm.secure import train_secure  # it needs the extra `secure`
+        with watched(folder, progress, stop) as tick:
+            if run.placement.elastic:
+                train_elastic(run, folder, resume, tick, progress.say, joining, stop)
+            elif run.placement.carrier == "threads":
+                launch.train_threads(run, folder, resume, tick, stop)
+            elif run.placement.carrier == "secure":
+                from thinwire.lm.secure import train_secure  # it needs the extra `secure`
 
-            train_secure(run, folder, resume, progress.update, stop)
-        else:
-            launch.train_processes(run, folder, resume, progress.update, stop)
+                train_secure(run, folder, resume, tick, stop)
+            else:
+                launch.train_processes(run, folder, resume, tick, stop)
+
+
+@contextmanager
+def watched(folder: Path, progress: Progress, stop: launch.Stop) -> Iterator[Callable[[], None]]:
+    """A context with a function that shows progress and looks after the run folder. Raises `CheckpointError` at its end if that was renamed
+    or deleted.
+    """
+    watch = FolderWatch(folder, progress.say, stop)
+
+    def tick() -> None:
+        progress.update()
+        watch.look()
+
+    try:
+        yield tick
+    except (ThinwireError, OSError, KeyboardInterrupt):
+        if not watch.problem:
+            raise
+    finally:
+        watch.close()
+    if watch.problem:
+        raise CheckpointError(watch.problem)
 
 
 def train_to_the_end(run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:

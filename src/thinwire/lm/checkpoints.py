@@ -8,6 +8,7 @@ from pathlib import Path
 
 from thinwire.checkpoint import drop, found_in, read, step_of
 from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.lm.run_folder import check_links
 from thinwire.records.printable import quoted
 
 
@@ -99,6 +100,7 @@ def prune_checkpoints(folder: Path, keep: int, each: bool) -> list[Saved]:
         raise ConfigurationError(
             f"--prune {keep}: at least 1 is needed; 2 keeps a second one if the newest is damaged."
         )
+    check_links(folder)
     sets = list_checkpoints(folder, hashes=True)
     groups = [[saved for one in sets for saved in one.saved if saved.replica == name] for name in replicas_of(folder)]
     if each:

@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from thinwire.lm.adapters import merge_adapters, save_adapters
 from thinwire.lm.huggingface import HuggingFace, save_model
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.settings import ModelSpec
-from thinwire.lm.tokens import Tokenizer
+from thinwire.lm.tokens import MOST_VOCABULARY, Tokenizer
 from thinwire.records.files import open_regular, parsed, save_file
 
 
@@ -35,21 +35,41 @@ def metadata_of(path: str | Path) -> Mapping[str, Any]:
         open_regular(Path(path)).close()
         with safe_open(str(path), "pt") as file:
             said = parsed(json.loads, (file.metadata() or {})["thinwire"])
-        known = (
-            said["model"] in SIZES
-            and isinstance(said["vocabulary"], int)
-            and said["positions"] in ("rotary", "learned")
-        )
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            if not isinstance(said, dict):
+                raise ValueError("its metadata is no table")
+            wrong = [f"{name} {said.get(name)!r:.80}" for name, fits in _METADATA.items() if not fits(said.get(name))]
+            # before a model is made, which has as many rows as its metadata says
+            tables = () if wrong else _tables(said)
+            rows = {name: file.get_slice(f"{name}.weight").get_shape()[0] for name in tables}
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError) as error:
         raise ModelError(
             f"{path} cannot be read as a model of `thinwire train` ({type(error).__name__}: {error}); give the model.safetensors of a run folder."
         ) from None
-    if not known:
+    wrong += [f"{name} of {count} rows" for name, count in rows.items() if count != said[_ROWS[name]]]
+    if wrong:
         raise ModelError(
-            f"{path} holds {said['model']!r}: one of {', '.join(SIZES)} is needed; a Hugging Face model starts from its own folder, as "
-            "--model hf:FOLDER."
+            f"{path} holds {', '.join(wrong)}: it is no model of `thinwire train`, whose model is one of {', '.join(SIZES)}, with the vocabulary "
+            "and context of its tensors; copy it again. A Hugging Face model starts from its own folder, as --model hf:FOLDER."
         )
     return dict(said)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value <= MOST_VOCABULARY
+
+
+_METADATA: dict[str, Callable[[Any], bool]] = {
+    "model": lambda value: isinstance(value, str) and value in SIZES,
+    "vocabulary": _is_count,
+    "context": _is_count,
+    "positions": lambda value: value in ("rotary", "learned"),
+    "tokenizer": lambda value: isinstance(value, str) and len(value) <= 200,
+}
+_ROWS = {"embedding": "vocabulary", "positions": "context"}  # the table of each, and the metadata that has its rows
+
+
+def _tables(said: Mapping[str, Any]) -> list[str]:
+    return ["embedding", "positions"] if said.get("positions") == "learned" else ["embedding"]
 
 
 def stored_model(path: str | Path, vocabulary: int, sequence: int) -> Transformer:
@@ -60,7 +80,7 @@ def stored_model(path: str | Path, vocabulary: int, sequence: int) -> Transforme
             f"{path} has {said['vocabulary']} tokens, the tokenizer has {vocabulary}; take the tokenizer that it was trained with (--tokenizer)."
         )
     size = SIZES[said["model"]]
-    context = max(said.get("context", size.context), sequence)
+    context = max(said["context"], sequence)
     shape = dataclasses.replace(size, vocabulary=vocabulary, positions=said["positions"], context=context)
     model = Transformer(shape)
     try:

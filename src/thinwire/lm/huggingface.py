@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from thinwire.errors import ConfigurationError, ModelError
 from thinwire.lm.model import Output, token_loss
 from thinwire.lm.tokens import dtype_of
+from thinwire.records.files import contents, parsed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,7 +91,7 @@ def hugging_face(
     try:
         if stored:
             with _quiet(transformers):
-                model = kind.from_pretrained(str(source), **fp32).float()
+                model = kind.from_pretrained(str(source), **fp32, **_from(str(source))).float()
             return HuggingFace(model.train(), config)  # it comes in evaluation mode
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -152,7 +153,7 @@ def own_tokenizer(source: str) -> tuple[str, str | None] | None:
     if not folder.is_dir():
         return (f"hf:{source}", None) if "/" in source else None
     try:
-        said = json.loads((folder / "config.json").read_text())["thinwire"]["tokenizer"]
+        said = parsed(json.loads, contents(folder / "config.json"))["thinwire"]["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError):  # a model that Thinwire did not write
         return (f"hf:{source}", None) if any((folder / name).exists() for name in TOKENIZERS) else None
     kind = str(said).partition("-")[0]
@@ -171,7 +172,7 @@ class Pretrained:
         """Load from a folder, or by a name on the hub. Raises `ConfigurationError`."""
         transformers = _transformers(source, "tokenizer")
         try:
-            found = transformers.AutoTokenizer.from_pretrained(str(source), local_files_only=Path(source).is_dir())
+            found = transformers.AutoTokenizer.from_pretrained(str(source), **_from(source))
         except Exception as error:  # the Rust side raises bare Exception for a damaged file
             raise ConfigurationError(
                 f"tokenizer 'hf:{source}': {_why(source, error)}; the folder or hub name of a tokenizer is needed. Check the name."
@@ -205,6 +206,17 @@ class Pretrained:
     def save(self, folder: Path) -> None:
         """Write what `AutoTokenizer.from_pretrained(folder)` reads."""
         self.source.save_pretrained(str(folder))
+
+
+def _from(source: str | Path) -> dict[str, bool]:
+    """Options of `from_pretrained`: no code of the model's own is run, nor is its user asked. Raises `OSError` if something in the folder is
+    no file, which transformers would wait for.
+    """
+    folder = Path(source)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not (path.is_file() or path.is_dir()):
+            raise OSError(f"{path} is no regular file")
+    return {"trust_remote_code": False, "local_files_only": folder.is_dir()}
 
 
 def _in_fp32(config: Any) -> dict[str, Any]:
@@ -257,7 +269,7 @@ def _configuration(
         if fresh_kind:
             config = transformers.AutoConfig.for_model(str(source), **(known | options))
         elif not given:
-            config = transformers.AutoConfig.from_pretrained(str(source), local_files_only=folder.is_dir())
+            config = transformers.AutoConfig.from_pretrained(str(source), **_from(folder))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"model {str(source)!r}: {_why(source, error)}; a folder with config.json, a hub name or a kind of model such as 'llama' is "

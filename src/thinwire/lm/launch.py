@@ -40,10 +40,12 @@ from thinwire.lm.run_folder import run_in
 from thinwire.lm.trainer import Trainer
 from thinwire.lm.watch import LOOK_SECONDS, warn_of_open_files, watching
 from thinwire.records.events import EventLog
+from thinwire.records.files import open_regular, open_to_append
 from thinwire.records.printable import printable_lines, quoted
 
 Tick = Callable[[], object]
 STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint (Ctrl-C again: at once)"
+_LAST_WORDS = 64 << 10  # most bytes at the end of a replica's output that are read
 _GRACE = 20.0  # seconds after a replica's failure in which the others may end by themselves
 
 
@@ -201,11 +203,17 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
     # Nothing can end a thread from outside, so a second Ctrl-C must not end the process without them.
     with stopping(stop, raises=False):
         thread.start()
-        while not done.wait(0.2):
-            tick()
-            if stop.is_set() and not said:
-                said = True
-                print(f"\n{STOPPING}", file=sys.stderr)
+        try:
+            while not done.wait(0.2):
+                tick()
+                if stop.is_set() and not said:
+                    said = True
+                    print(f"\n{STOPPING}", file=sys.stderr)
+        except BaseException:
+            stop.at_once = True
+            stop.set()
+            thread.join()
+            raise
     tick()
     thread.join()
     if isinstance(outcome[0], BaseException):
@@ -298,7 +306,7 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 def start(command: list[str], variables: dict[str, str], output: Path) -> tuple[int, subprocess.Popen[bytes]]:
     """Start the process of a replica, whose output goes to the end of the file `output`. Returns where it begins there, and the process."""
-    with output.open("ab") as file:
+    with os.fdopen(open_to_append(output), "ab") as file:
         begin = file.tell()  # earlier lines belong to an earlier start
         return begin, subprocess.Popen(
             [*command, str(os.getpid())], env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
@@ -308,7 +316,9 @@ def start(command: list[str], variables: dict[str, str], output: Path) -> tuple[
 
 def last_words(output: Path, begin: int) -> str:
     """The last line of the output that begins at byte `begin` of a file; "" if there is none."""
-    said = output.read_bytes()[begin:].decode(errors="replace")
+    with open_regular(output) as file:
+        file.seek(max(begin, output.stat().st_size - _LAST_WORDS))
+        said = file.read(_LAST_WORDS).decode(errors="replace")
     return (said.strip().splitlines() or [""])[-1]
 
 

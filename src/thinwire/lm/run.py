@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +18,10 @@ from thinwire.lm.checked_settings import check_batches, fits, unfit
 from thinwire.lm.export import metadata_of
 from thinwire.lm.model import SIZES
 from thinwire.lm.placement import Placement
-from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec
+from thinwire.lm.settings import NAMED, OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, recipe_name
 from thinwire.methods import Codistill, Method
 from thinwire.pieces.inner_optimizers import AdamW, Inner, Muon
-from thinwire.pieces.own_files import pin, pinned_file, taken_apart
+from thinwire.pieces.own_files import names_files, pin, pinned_file, remember, taken_apart, waits
 from thinwire.recipes import RECIPES
 from thinwire.records.choices import listed, nearest
 from thinwire.records.files import write_whole
@@ -76,13 +76,15 @@ class Run:
     def __post_init__(self) -> None:
         if not fits(self.seed, int):
             raise unfit("seed", self.seed, int)
-        strategy = self._composition()
-        self.make_inner()
         if self.model.job and (self.data.text or self.data.tokenizer):
             raise ConfigurationError(
                 f"text={self.data.text!r:.200}, tokenizer={self.data.tokenizer!r} with job={self.model.job!r}: the job reads its own data; "
                 "leave them out."
             )
+        if waits(self._pieces.values()):
+            return
+        strategy = self._composition()
+        self.make_inner()
         if isinstance(strategy, Strategy):
             strategy.exchange.check_size(self.placement.replicas)
         check_batches(self.data.batch, self.placement.replicas, self.placement.carrier)
@@ -237,6 +239,21 @@ class Run:
     def _composition(self) -> Strategy | Method:
         return self.method.composition(self.optimizer.clip)
 
+    @property
+    def _pieces(self) -> dict[str, str | None]:
+        """The settings that hold a piece as text."""
+        settings = self.settings()
+        return {name: settings[name] for name in OF_PIECES}
+
+    def outlined(self, but: Collection[str] = ()) -> Run:
+        """This run without the pieces from the user's own files, for commands that only read: what kind of method it has can be told, and no
+        file is imported. The settings `but` stay.
+        """
+        own = [name for name, text in self._pieces.items() if names_files(text) and name not in but]
+        outer = recipe_name(self.method.strategy.split("(")[0])
+        strategy = {"strategy": outer if outer in NAMED else MethodSpec.strategy} if "strategy" in own else {}
+        return self.changed(**{name: None for name in own} | strategy) if own else self
+
     def with_strategy(self, strategy: str) -> Run:
         """This run with another strategy, and of the settings of a recipe those that it takes."""
         return dataclasses.replace(self, method=self.method.with_strategy(strategy))
@@ -329,8 +346,9 @@ class Run:
         return f"{tomli_w.dumps(tables)}\n# What the strategy is made of:\n{said}"
 
     def save(self, path: Path) -> None:
-        """Write a run file."""
+        """Write a run file. The code that it names is this user's from now on: see records/trust.py."""
         write_whole(path, self.as_toml())
+        remember()
 
     @classmethod
     def load(cls, path: Path, advise: Callable[[str], object] = lambda line: None) -> Run:

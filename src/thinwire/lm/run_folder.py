@@ -12,7 +12,7 @@ from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.lm.resuming import check_ranks
 from thinwire.lm.run import Run
 from thinwire.records.events import LONGEST_LINE, being_written, recent_events
-from thinwire.records.files import contents, lock
+from thinwire.records.files import check_inside, contents, lock
 from thinwire.records.printable import reason
 
 _DRAFT = ".run.toml"  # the run file of a run that is about to resume
@@ -21,6 +21,7 @@ _DRAFT = ".run.toml"  # the run file of a run that is about to resume
 @contextmanager
 def claimed(folder: Path, resume: bool) -> Iterator[None]:
     """A context in which no other command trains in `folder`, which a new run makes. Raises `ConfigurationError` if one does."""
+    check_links(folder)
     try:
         if not resume:
             folder.mkdir(parents=True, exist_ok=True)
@@ -40,6 +41,19 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
         os.close(held)
 
 
+def check_links(folder: Path) -> None:
+    """Raise `ConfigurationError` if a file of the run in `folder` is elsewhere: training would write or delete there."""
+    try:
+        check_inside(folder)
+    except (FileNotFoundError, NotADirectoryError):  # a new run, or what `check_folder` refuses
+        pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder} is no run folder of its own ({reason(error)}): nothing is written there. Put a copy in its place; to keep a run on "
+            "another disk, give that place as --out."
+        ) from None
+
+
 def begun(folder: Path) -> bool:
     """Whether a run has begun in `folder`, so that --resume continues it; otherwise --resume begins it."""
     return (folder / "run.toml").exists()
@@ -47,6 +61,7 @@ def begun(folder: Path) -> bool:
 
 def check_folder(run: Run, folder: Path, resume: bool, replica: str) -> None:
     """Raise `ConfigurationError` if `run` cannot begin, or `resume`, in `folder`. See `new_folder`."""
+    check_links(folder)
     if not resume and _has_trained(folder, replica):
         raise ConfigurationError(f"{folder} holds a run already; choose another --out, or continue it with --resume.")
     if not resume:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.errors import ConfigurationError, DataError
+from thinwire.records.files import contents
 
 MOST_VOCABULARY = 1 << 24
 END = "<|end|>"  # the separator of two documents
@@ -128,7 +129,7 @@ class BPE:
                 "Call train(texts, file), or give it to Corpus.open."
             )
         try:
-            trained = Trained.from_file(str(self.file))
+            trained = Trained.from_str(contents(self.file))
         except Exception as error:  # the Rust side raises bare Exception for every fault
             raise DataError(
                 f"{self.file}: {error}; the JSON file of a trained tokenizer is needed. Check the path, or train it again."

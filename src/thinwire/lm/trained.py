@@ -61,7 +61,7 @@ def trained_model(folder: Path) -> TrainedModel:
         return TrainedModel(model.eval(), tokenizer, spec, None)
     check_one_model(folder)
     found = [one for own in sorted(folder.glob("checkpoints/*")) if (one := newest(own)[0]) and "shard" not in own.name]
-    if run.make_method():
+    if run.outlined().make_method():
         raise ConfigurationError(
             f"{folder} holds no model.safetensors, which a run with {run.method.label} has at its end only; its checkpoints do not show which "
             "weights the replicas agree on."
@@ -122,7 +122,8 @@ def trains_on(folder: Path) -> bool:
 def agreed_weights(run: Run, saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     """A checkpoint's agreed weights, with buffers and frozen parameters; in gossip, which has no agreed weights, the replica's own."""
     weights: dict[str, Any] = unpack(read_tree(saved.path / "model.safetensors"), "model")
-    strategy = run.make_strategy()
+    # a codec of the user's own changes nothing here
+    strategy = run.outlined(but=("strategy", "partition", "exchange", "topology")).make_strategy()
     # weights are equal on all replicas, or on none
     if isinstance(strategy.signal, Gradients) or not strategy.exchange.agrees:
         return weights

@@ -41,6 +41,7 @@ from thinwire.methods import Attached, Method, ZerothOrder
 from thinwire.pieces.inner_optimizers import SharpnessAware, at_the_worst_point, highest_rate
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
+from thinwire.records.files import HeldFolder
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import digest
 from thinwire.runtime.inner_steps import as_one
@@ -99,7 +100,7 @@ class Trainer(ABC):
         if isinstance(self.job, OwnJob) and isinstance(self.optimizer, SharpnessAware):
             self.job.held = run.data.accumulate
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        self.checkpoints = place.folder / "checkpoints" / place.name
+        self.checkpoints, self._held = place.folder / "checkpoints" / place.name, HeldFolder(place.folder)
         self.replica = self._attach(facts)
         self.micros = micro_batches(run.data.accumulate, self.replica)
 
@@ -316,10 +317,25 @@ class Trainer(ABC):
         told = {"tokens": self._tokens(), "seconds_spent": spent, "of": of}
         self.log.emit("eval", self.replica.step, loss=loss, **told, progress=self.progress, sent=self.ledger.sent())
 
+    def _find_folder(self) -> None:
+        """Go on in the run folder where it is now. Raises `CheckpointError` and stops all if it was deleted: a new one could not be resumed."""
+        place = self._held.where()
+        if place is None:
+            self.place.stop.set()
+            raise CheckpointError(
+                f"the run folder {self.place.folder} was deleted while the run trained; nothing is written there."
+            )
+        if place != self.place.folder.absolute():
+            moved = f"the run folder {self.place.folder} was renamed to {place} while the run trained, and the run goes on there"
+            self.log.emit("warning", self.replica.step, message=moved)
+            self.place = dataclasses.replace(self.place, folder=place)
+            self.checkpoints = place / "checkpoints" / self.place.name
+
     def _save(self) -> CheckpointError | None:
         """Write a checkpoint. If it cannot be written, this is reported and training continues, because the previous one still exists."""
         began = time.monotonic()
         try:
+            self._find_folder()
             path = checkpoint.save(
                 self.checkpoints,
                 self.replica,
@@ -394,6 +410,7 @@ class Trainer(ABC):
 
     def _export(self, mark: str = "") -> Path:
         """Write RUN/model.safetensors: the anchors, which are the trained model. With a `mark`, they may not be the final ones."""
+        self._find_folder()
         folder = model_folder(self.run, self.job, self.place, self.replica)
         weights, path = self.replica.export(), folder / f"model{mark}.safetensors"
         if self.place.writes_the_model or folder != self.place.folder:

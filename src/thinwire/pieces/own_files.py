@@ -1,8 +1,11 @@
 """The user's own files: a job (`--job my_job.py`), and pieces (`my_file.py:Mine(3)` in any text of a piece).
 
-A file is imported only if the user names it, on the command line or in a run file; text from a peer, a packet or a record imports
-nothing. A run file keeps `/whole/path/my_file.py@DIGEST:Mine(3)` with the BLAKE2b of the content, and a file with other content is
-refused. The file may import installed packages, but not files beside it.
+A program imports the files that it names. A command imports a file if its own arguments name it, or if this user has trained with it on
+this machine before (records/trust.py); a file that only a run file names is refused, unless `--trust` is given. Text from a peer, a packet
+or a record imports nothing.
+
+A run file keeps `/whole/path/my_file.py@DIGEST:Mine(3)` with the BLAKE2b of the content, and a file with other content is refused. The
+file may import installed packages, but not files beside it.
 """
 
 from __future__ import annotations
@@ -15,18 +18,21 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from thinwire.errors import ConfigurationError
+from thinwire.records import trust
 from thinwire.records.files import contents
 
 __path__: list[str] = []  # the user's files are modules below this one
 
 _DIGEST = "__thinwire_digest__"
+_TRUSTED = "__thinwire_trusted__"
 _UNNAMED = re.compile(r"\W")
 _ONE_AT_A_TIME = threading.RLock()  # for imports of replicas in threads
 _PATH = r"""(?P<path>[^\s'"(),=:@\[\]{}]+\.py)(?:@(?P<digest>[0-9a-f]{32}))?"""
@@ -35,6 +41,61 @@ _FILE = re.compile(r"(?P<path>.+\.py)(?:@(?P<digest>[0-9a-f]{32}))?")
 _NAMED = re.compile(
     rf"""(?:{_PATH}|{_QUOTED}):(?P<name>[A-Za-z_]\w*)|(?P<text>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")""", re.DOTALL
 )
+
+
+def waits(texts: Iterable[str | None]) -> bool:
+    """Whether texts of pieces stay unread, because a command that only reads need not import the files that they name."""
+    command = trust.command()
+    return command is not None and command.reads and any(map(names_files, texts))
+
+
+def names_files(text: str | None) -> bool:
+    """Whether the text of a piece names a file of the user's own."""
+    return text is not None and replace_paths(text, lambda path, digest, name: "") != text
+
+
+def remember() -> None:
+    """Trust the own files that this process has imported from now on: called when a command begins to train with them."""
+    trust.remember([line for module in list(sys.modules.values()) if (line := vars(module).get(_TRUSTED))])
+
+
+def _check_trust(path: Path, digest: str) -> None:
+    """Raise `ConfigurationError` for a file that only a run file names, unless this user has trained with it."""
+    command = trust.command()
+    if command is None or "--trust" in command.arguments or path in _named_by(command):
+        return
+    if _trusted(path, digest) in trust.remembered():
+        return
+    todo = (
+        "This command runs only code with which you have trained on this machine."
+        if command.reads
+        else "Read it, then add --trust to run it; or name it on the command line."
+    )
+    raise ConfigurationError(
+        f"{path} is code that a run file names, and you have not trained with it on this machine: it may be a stranger's. {todo}"
+    )
+
+
+@cache
+def _named_by(command: trust.Command) -> frozenset[Path]:
+    """The own files that a command line names: jobs, and pieces in any argument."""
+    named = set[Path]()
+
+    def note(path: Path, digest: str | None, name: str) -> str:
+        named.add(command.folder / path)
+        return name
+
+    for before, argument in zip(("", *command.arguments), command.arguments):
+        replace_paths(argument, note)
+        job = argument if before == "--job" else argument.removeprefix("--job=")
+        if job != argument or before == "--job":
+            named |= {command.folder / found["path"] for found in [_FILE.fullmatch(job)] if found}
+    return frozenset(named)
+
+
+def _trusted(path: Path, digest: str) -> str:
+    """The line of the store for a file. With its path, because a file may read others beside it."""
+    return f"{digest} {str(path)!r}"
 
 
 def replace_paths(text: str, change: Callable[[Path, str | None, str], str]) -> str:
@@ -139,6 +200,7 @@ def _nested(value: object) -> Iterator[object]:
 def _imported(path: Path, digest: str | None) -> ModuleType:
     with _ONE_AT_A_TIME:  # a module is in sys.modules before all of its names are
         if digest is not None and (known := sys.modules.get(_name(path, digest))):
+            _check_trust(path, digest)
             return known
         if digest is not None and not path.exists() and (moved := _moved.get(digest, path)) != path:
             return _imported(moved, digest)
@@ -149,6 +211,7 @@ def _imported(path: Path, digest: str | None) -> ModuleType:
                 f"{path} has changed since this run began: its digest was {digest} and is {found}. Restore the file, or start a new run "
                 "in another --out."
             )
+        _check_trust(path, found)
         _moved.setdefault(found, path)
         return sys.modules.get(_name(path, found)) or _executed(_name(path, found), path, source)
 
@@ -163,6 +226,7 @@ def _executed(name: str, path: Path, source: bytes) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(path)  # a file finds the data beside it by this name
     setattr(module, _DIGEST, _digest(source))
+    setattr(module, _TRUSTED, _trusted(path, _digest(source)))
     sys.modules[name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)

@@ -49,6 +49,9 @@ that it has sent, fewer only if the codec's size varies. In a `round` they are `
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
 "-Infinity"; reading restores them. A process killed in the middle of a line leaves it torn; readers pass over it. A
 run that resumes appends to the same file with a new `start` and a `resume`.
+
+A file of more than `MOST_NBYTES` is thinned: of its older part, two `step` events that follow each other become one, with `merged` (the number
+of inner steps), the sum of tokens and compute_seconds, and the mean loss. All other events stay.
 """
 
 from __future__ import annotations
@@ -57,17 +60,18 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from thinwire.errors import DataError
 from thinwire.records.choices import listed
-from thinwire.records.files import lock, open_regular
+from thinwire.records.files import lock, open_regular, open_to_append
 
 Event = dict[str, Any]
 
@@ -106,9 +110,30 @@ EVENTS: dict[str, tuple[str, ...]] = {
 }
 
 _LATER = {"progress", "sent"}  # fields that logs of older versions lack
+MOST_NBYTES = (
+    64 << 20
+)  # of a log, after which its older steps are merged in pairs; twice what is left then, if that is more
+_RECENT = 1 << 20  # bytes at the end of a log that stay as they are, so that readers find their place
+MOST_FILES = 512  # event files of a run that are read
 LONGEST_LINE = 4 << 20  # most bytes of a line
 _GROUP = 1 << 18  # bytes of lines that are parsed at once
+# fields that hold a number, or nothing, and the most that one of seconds may be: the year 33,658
+_NUMBERS = (
+    *(
+        "wall_time",
+        "seconds_spent",
+        "compute_seconds",
+        "stall_seconds",
+        "queued_seconds",
+        "transfer_seconds",
+        "own_seconds",
+    ),
+    *("begin", "end", "at_most_seconds", "lr", "grad_norm", "norm", "limit"),
+)
+_LATEST = 1e12
+_HUGE = re.compile(rb"[\[:,]-?[0-9]{20}")  # a whole number that no column holds
 _COUNTS = ("fragment", "round", "nbytes", "tokens")
+_NUMBERS_OF = {kind: tuple(name for name in fields if name in _NUMBERS) for kind, fields in EVENTS.items()}
 _FIELDS = {kind: frozenset(fields) - _LATER for kind, fields in EVENTS.items()}
 _NO_FIELDS = frozenset[str]()
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -142,10 +167,9 @@ class EventLog:
         self._opened = clock()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # a FIFO is an error, not a wait
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-            self._file = os.fdopen(os.open(self.path, flags, 0o666), "ab", buffering=0)
+            self._file = os.fdopen(open_to_append(self.path), "ab", buffering=0)
             self._torn = not _ends_with_newline(self.path)
+            self._nbytes, self._most = os.fstat(self._file.fileno()).st_size, MOST_NBYTES
             locked = lock(self._file, wait=False)
             for _ in range(4 * (not locked)):  # one who asks `being_written` holds it for a moment
                 time.sleep(0.02)
@@ -193,14 +217,40 @@ class EventLog:
                     self.lost += 1
                     return
                 written = self._file.write(data)
+                self._nbytes += written
                 self._torn = True  # until the rest is there too
                 data = data[written:]
             self._torn = False
+            if self._nbytes > self._most:
+                self._thin()
         except OSError as error:
             self.lost += 1
             if self.lost == 1:
                 with contextlib.suppress(OSError, ValueError):  # stderr may be gone as well
                     print(f"thinwire: events are lost: {self.path}: {error}. Training continues.", file=sys.stderr)
+
+    def _thin(self) -> None:
+        """Put a thinned file in the place of the log. If it cannot be written, the log stays as it is, and is thinned later."""
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            thinned = os.fdopen(open_to_append(draft), "ab", buffering=0)
+            try:
+                lock(thinned, wait=False)  # first, so that the log is never without its writer
+                with open_regular(self.path) as file:
+                    for lines in _together(_merged_steps(file)):
+                        _write(thinned, b"".join(lines))
+                draft.replace(self.path)
+            except BaseException:
+                thinned.close()
+                raise
+            self._file.close()
+            before, self._file, self._nbytes = self._nbytes, thinned, os.fstat(thinned.fileno()).st_size
+            self._most = max(MOST_NBYTES, 2 * self._nbytes)
+            if MOST_NBYTES < 2 * self._nbytes < 1.9 * before:  # pairs of pairs
+                self._thin()
+        except OSError:
+            self._most *= 2
+            draft.unlink(missing_ok=True)
 
     def __enter__(self) -> EventLog:
         return self
@@ -209,6 +259,49 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _write(file: IO[bytes], data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _merged_steps(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a log, without its newest bytes merged; see the head of this file."""
+    until = os.fstat(file.fileno()).st_size - _RECENT
+    at, held = 0, b""
+    for line in file:
+        at += len(line)
+        if at > until or not line.startswith(b'{"event":"step",') or len(line) > LONGEST_LINE:
+            yield from filter(None, (held, line))
+            held = b""
+        elif not held:
+            held = line
+        else:
+            both = _merged(_parsed([held])[0], _parsed([line])[0])
+            yield from (held, line) if both is None else (both,)
+            held = b""
+    yield from filter(None, (held,))
+
+
+def _merged(first: Event | None, second: Event | None) -> bytes | None:
+    """One line for two step events; None if they do not follow each other."""
+    if first is None or second is None or first["step"] != second["step"] - steps_in(second):
+        return None
+    sums = {name: (first[name], second[name]) for name in ("tokens", "compute_seconds", "loss")}
+    if any(type(value) not in (int, float) for pair in sums.values() for value in pair):
+        return None
+    counts = steps_in(first), steps_in(second)
+    loss = sum(count * value for count, value in zip(counts, sums.pop("loss"))) / sum(counts)
+    added = {name: sum(pair) for name, pair in sums.items()}
+    return _line({**second, "begin": first["begin"], **added, "loss": loss, "merged": sum(counts)})
+
+
+def steps_in(event: Event) -> int:
+    """The inner steps that a step event stands for."""
+    merged = event.get("merged", 1)
+    return merged if type(merged) is int and 0 < merged < 2**31 else 1
 
 
 class Tail:
@@ -224,6 +317,7 @@ class Tail:
         self._offset = offset
         self._rest = b""
         self._overlong = False  # the line that is being read
+        self._last, self._behind = b"", 0  # the last line that was read, and its end in the file
 
     def read(self) -> list[Event]:
         """The events that were completed since the last call."""
@@ -236,8 +330,17 @@ class Tail:
                 yield from self._events(lines)
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
-        file.seek(0, 2)
-        if file.tell() < self._offset:  # the file was replaced by a new one
+        size = file.seek(0, 2)
+        file.seek(max(0, self._behind - len(self._last)))
+        if (
+            self._last and file.read(len(self._last)) != self._last
+        ):  # perhaps it was thinned, and has that line elsewhere
+            begin = max(0, size - 2 * _RECENT)
+            file.seek(begin)
+            place = file.read(2 * _RECENT).rfind(self._last)
+            if place >= 0:
+                self._offset, self._rest, self._overlong = begin + place + len(self._last), b"", False
+        if size < self._offset:  # the file was replaced by a new one
             self._offset, self._rest, self._overlong = 0, b"", False
         file.seek(self._offset)
         while part := file.readline(LONGEST_LINE):
@@ -249,6 +352,7 @@ class Tail:
             if part.endswith(b"\n"):
                 whole, self._rest = self._rest, b""
                 if not self._overlong:
+                    self._last, self._behind = whole, self._offset
                     yield whole
                 self._overlong = False
 
@@ -265,6 +369,12 @@ class Tail:
     def last(self) -> Event | None:
         """The event in a last line without its end, if it lacks nothing else."""
         return _parsed([self._rest])[0]
+
+
+def event_files(folder: Path) -> list[Path]:
+    """The event files of the run in `folder`, by name; the newest `MOST_FILES` if there are more."""
+    paths = [path for path in folder.glob("events/*.jsonl") if path.is_file()]
+    return sorted(sorted(paths, key=lambda path: path.stat().st_mtime)[-MOST_FILES:])
 
 
 def recent_events(path: Path, most: int) -> list[Event]:
@@ -318,6 +428,10 @@ def _event(event: Any, line: bytes) -> Event | None:
         or type(event.get("seconds")) not in (int, float)
     ):
         return None
+    if not -_LATEST < event["seconds"] < _LATEST or _HUGE.search(line):
+        return None
+    if any([_is_no_number(event.get(name)) for name in _NUMBERS_OF.get(event["event"], ())]):
+        return None
     if any([_is_no_count(event[name]) for name in _COUNTS if name in event]):
         return None
     return event if event.keys() >= _FIELDS.get(event["event"], _NO_FIELDS) else None
@@ -326,6 +440,13 @@ def _event(event: Any, line: bytes) -> Event | None:
 def _is_no_count(value: object) -> bool:
     """Whether this is neither a name nor a number that an array can hold."""
     return isinstance(value, list | dict) or (isinstance(value, int | float) and 2**62 <= abs(value) < math.inf)
+
+
+def _is_no_number(value: object) -> bool:
+    """Whether this is neither nothing nor a number of seconds, or NaN or an infinity."""
+    if type(value) not in (int, float):
+        return value is not None
+    return _LATEST <= abs(value) < math.inf  # type: ignore[arg-type]
 
 
 def _line(record: Mapping[str, object]) -> bytes:

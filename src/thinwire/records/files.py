@@ -12,6 +12,8 @@ import fcntl
 import os
 import re
 import stat
+import sys
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import BufferedReader
@@ -28,19 +30,108 @@ LARGEST_FILE = 64 << 20  # most bytes of a file that is read whole: settings and
 
 def open_regular(path: Path) -> BufferedReader:
     """`path` for reading. Raises `OSError` for what is no regular file, a link to a device too."""
-    _check(path, path.stat())  # first by name: opening alone may do something to a device
+    _check(path, path.stat().st_mode)  # first by name: opening alone may do something to a device
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
-        _check(path, os.fstat(file.fileno()))
+        _check(path, os.fstat(file.fileno()).st_mode)
     except OSError:
         file.close()
         raise
     return file
 
 
-def _check(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def open_to_append(path: Path) -> int:
+    """A descriptor at the end of `path`, which is made if it is not there. Raises `OSError` for what is no file of its own: a link, a file
+    with a second name elsewhere, which would be written too, or a FIFO, which would wait.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        file = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(f"{path} is a link, and what it leads to would be written") from None
+        raise
+    try:
+        found = os.fstat(file)
+        _check(path, found.st_mode)
+        if found.st_nlink > 1:
+            raise OSError(f"{path} has a second name (a hard link), and the file there would be written too; copy it")
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def check_inside(folder: Path) -> None:
+    """Raise `OSError` if something in `folder` is a link that leads out of it, a FIFO or a device: what is written or deleted there would be
+    elsewhere, and reading might not end. Files of checkpoints may be anything: a reader passes over what is no regular file, and says so.
+    """
+    whole, checkpoints = folder.resolve(), folder / "checkpoints"
+    ahead = [str(folder)]
+    while ahead:
+        with os.scandir(ahead.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                passed_over = checkpoints in path.parents  # by the reader of checkpoints, which nobody writes to
+                if entry.is_symlink():
+                    if not path.resolve().is_relative_to(whole) and not (passed_over and not path.is_dir()):
+                        raise OSError(f"{entry.path} is a link that leads out of the folder")
+                elif entry.is_dir(follow_symlinks=False):
+                    ahead.append(entry.path)
+                elif not passed_over and not stat.S_ISSOCK(mode := entry.stat(follow_symlinks=False).st_mode):
+                    _check(path, mode)
+
+
+def _check(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
         raise OSError(f"{path} is no regular file")
+
+
+class HeldFolder:
+    """A folder that is held open, so that it is known where it is when it was renamed, and that it is gone when it was deleted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self.descriptor)  # or at its end
+
+    def where(self) -> Path | None:
+        """Its present path; None if it was deleted, or if the system does not tell."""
+        if self._is_at(self.path):
+            return self.path
+        with suppress(OSError):
+            path = self._named_by_the_system()
+            if self._is_at(path):
+                self.path = path
+                return path
+        return None
+
+    def _is_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(path.stat(), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return False
+        except OSError:  # a file system that does not answer now
+            return True
+
+    def _named_by_the_system(self) -> Path:
+        if sys.platform == "darwin":
+            return Path(os.fsdecode(fcntl.fcntl(self.descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
+        return Path(f"/proc/self/fd/{self.descriptor}").readlink()
+
+    def try_to_write(self) -> None:
+        """Write a page of a file there, and delete it. Raises `OSError`, as on a full disk."""
+        name = f".room-{os.getpid()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(name, flags, 0o600, dir_fd=self.descriptor)
+        try:
+            written = os.write(file, bytes(4096))
+        finally:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=self.descriptor)
+            os.close(file)
+        if written < 4096:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def contents(path: Path) -> str:

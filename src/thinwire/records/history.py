@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.records.clocks import Timed, timed_record
-from thinwire.records.events import Event, Tail
+from thinwire.records.events import Event, Tail, steps_in
 from thinwire.records.fragments import fragment_of, fragments_of
 from thinwire.records.participation import CARRIER, RoundSeen, Steps
 from thinwire.records.sessions import Lost, Span, finite, number, whole
@@ -40,6 +40,7 @@ _AS_IT_IS = (
 )
 _OF_ROUNDS = ("depart", "flight", "land", "refused")  # in an elastic run they follow from the rounds
 _ALWAYS_KEPT = ("start", "resume", "warning", "stop")  # these stay true when their step is done again
+MOST_WARNINGS = 1000  # of a replica: the first
 ONCE = ("late", "alone", "retry")  # otherwise they would fill the page
 
 
@@ -136,7 +137,7 @@ class History:
 
     def __init__(self, called: str) -> None:
         self.called = called
-        self.damaged = 0
+        self.damaged = self.warnings = self.merged = 0
         self.sessions: list[Session] = []
         self.columns = {kind: Columns(*names) for kind, names in _COLUMNS.items()}
         self.others: list[Placed] = []
@@ -178,6 +179,8 @@ class History:
         elastic = session.start["carrier"] == CARRIER
         if elastic:
             self.steps.take(event)
+        if kind == "step":
+            self.merged += steps_in(event) if steps_in(event) > 1 else 0
         if kind == "wire" and (record := timed_record(session.opened, event)):
             self.timed.append(record)
         if kind in _AS_IT_IS and self._is_news(session, event):
@@ -190,6 +193,9 @@ class History:
             self._add(kind if kind in _COLUMNS and not (elastic and kind in _OF_ROUNDS) else "", event, seconds)
 
     def _is_news(self, session: Session, event: Event) -> bool:
+        if event["event"] == "warning":
+            self.warnings += 1
+            return self.warnings <= MOST_WARNINGS
         if event["event"] not in ONCE:
             return True
         told = event["event"], str(event.get("reason"))

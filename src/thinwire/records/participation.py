@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from thinwire.records.events import Event
+from thinwire.records.events import Event, steps_in
 from thinwire.records.sessions import Span, finite, number, whole
 from thinwire.records.units import text_of_seconds
 
@@ -79,8 +79,8 @@ class Steps:
             self._fragments = max(1, len(listed) if isinstance(listed, list) else 0)
             self._own, self._done = 0, Counter()
         elif kind == "step":
-            self.trained += step > self.at
-            self._own += 1
+            self.trained += steps_in(event) * (step > self.at)
+            self._own += steps_in(event)
         elif kind == "checkpoint":
             self._saved = self._own, self._done.copy()
         elif kind == "back" and event["path"]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from thinwire.records.clocks import Offset, offsets_of
 from thinwire.records.departures import SentBytes, places_in, round_keys, sent_bytes
 from thinwire.records.events import Event
-from thinwire.records.history import ONCE, Columns, Floats, History, Integers, Placed
+from thinwire.records.history import MOST_WARNINGS, ONCE, Columns, Floats, History, Integers, Placed
 from thinwire.records.participation import RoundSeen, Steps, session_begins
 from thinwire.records.printable import printable
 from thinwire.records.sessions import Lost, Span, finite, number, whole
@@ -340,6 +340,13 @@ def _notes(history: History, offsets: Floats) -> tuple[Note, ...]:
             before.add(text)
             seconds = float(offsets[one.session]) + finite(one.event["seconds"])
             notes.append(Note(seconds, one.event["step"], replica, kind, text))
+    if (more := history.warnings - MOST_WARNINGS) > 0:
+        end = history.sessions[-1]
+        told = f"{more:,} more warnings are in events/{history.called}.jsonl"
+        notes.append(Note(float(offsets[-1]) + end.end, end.step, replica, "warning", told))
+    if history.merged:
+        told = f"the log was thinned: {history.merged:,} older inner steps stand in fewer lines, with their sums and mean losses"
+        notes.append(Note(float(offsets[0]), 0, replica, "thinned", told))
     return tuple(notes)
 
 

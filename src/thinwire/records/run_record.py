@@ -13,6 +13,7 @@ import numpy as np
 
 from thinwire.errors import DataError
 from thinwire.records.clocks import Offset
+from thinwire.records.events import event_files
 from thinwire.records.files import contents, parsed
 from thinwire.records.fragments import fragments_of
 from thinwire.records.losses import named_losses, outcome
@@ -43,14 +44,23 @@ class RunRecord:
     @classmethod
     def load(cls, folder: str | Path) -> RunRecord:
         """Read `folder`. Raises `DataError` if it is no run or holds no event yet."""
+        global _latest
         folder = Path(folder)
-        paths = sorted(folder.glob("events/*.jsonl"))
+        paths = event_files(folder)
+        files = [path.stat() for path in (*paths, folder / "run.toml", folder / "summary.json") if path.exists()]
+        state = folder.absolute(), tuple(paths), tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in files)
+        if _latest and _latest[0] == state:  # a command asks several times, and a long run takes seconds to read
+            return _latest[1]
         if not paths:
             why = "is no run folder: it has no events/*.jsonl" if folder.exists() else "does not exist"
             raise DataError(f"{folder} {why}. Give the folder that `thinwire train` wrote.")
         records = ReplicaRecord.load_all(paths)
         read = {record.called for record in records}
         unread = [path for path in paths if path.stem not in read and path.stat().st_size]
+        there = sum(1 for _ in folder.glob("events/*.jsonl"))
+        newest = (
+            [f"{there:,} event files are there; the newest {len(paths):,} were read."] if there > len(paths) else []
+        )
         damaged = [f"{path} is damaged: it holds no start of a run." for path in unread]
         if not records and damaged:
             raise DataError(f"{' '.join(damaged)} One JSON object per line is needed; restore it, or give another run.")
@@ -60,7 +70,9 @@ class RunRecord:
         settings, remarks = _settings(folder, replicas[0].start)
         summary, more = _summary(folder, replicas)
         status = outcome(_status(replicas), summary.eval_loss, _evaluations(replicas))
-        return cls(folder, settings, replicas, summary, status, (*remarks, *damaged, *more, *_remarks(replicas)))
+        return cls(
+            folder, settings, replicas, summary, status, (*remarks, *newest, *damaged, *more, *_remarks(replicas))
+        )
 
     @property
     def made_of(self) -> Mapping[str, Any]:
@@ -131,6 +143,9 @@ class RunRecord:
     def notes(self) -> list[Note]:
         own = [note for replica in self.replicas for note in replica.notes]
         return sorted([*own, *_membership_notes(self.replicas)], key=lambda note: note.seconds)
+
+
+_latest: tuple[object, RunRecord] | None = None  # the record that was read last, and the files that it was read from
 
 
 def best_loss(records: Sequence[RunRecord]) -> float | None:

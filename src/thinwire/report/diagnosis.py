@@ -17,7 +17,7 @@ from rich.text import Text
 from thinwire.diagnosis import Finding, Record, Rules, Seen, Syndrome, Watch, stuck
 from thinwire.diagnosis.measure import Cell, Reading
 from thinwire.errors import DataError, PacketError
-from thinwire.records.events import Event, Tail, being_written
+from thinwire.records.events import Event, Tail, being_written, event_files
 from thinwire.records.participation import CARRIER
 from thinwire.records.run_record import provenance_of
 from thinwire.records.sessions import finite, whole
@@ -92,7 +92,7 @@ def diagnose(folder: str | Path) -> Diagnosis:
 
     Raises `DataError` for a folder that holds no run.
     """
-    paths = sorted(Path(folder).glob("events/*.jsonl"))
+    paths = event_files(Path(folder))
     logs = [log for path in paths if (log := _Log.read(path))]
     if not logs:
         unread = ", ".join(str(path) for path in paths if path.stat().st_size)

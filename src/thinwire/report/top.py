@@ -15,7 +15,7 @@ from rich.text import Text
 
 from thinwire.errors import DataError
 from thinwire.records.clocks import Offset, offsets_of, text_of_clocks, timed_records
-from thinwire.records.events import Event, Tail, being_written, recent_events
+from thinwire.records.events import Event, Tail, being_written, event_files, recent_events
 from thinwire.records.fragments import fragments_of
 from thinwire.records.losses import for_json
 from thinwire.records.participation import CARRIER, Participation, RoundSeen
@@ -117,7 +117,7 @@ class Top:
     def read(self, now: float) -> None:
         """Take the new events of the logs; `now`: seconds since 1970."""
         rounds = []
-        for path in sorted(self.folder.glob("events/*.jsonl")):
+        for path in event_files(self.folder):
             rounds += self._watched.setdefault(path.stem, _Watched(Tail(path))).read()
         if self._participation is None and self._start and self._start["carrier"] == CARRIER:
             self._participation = Participation(len(fragments_of(self._start)))
@@ -211,7 +211,9 @@ class Top:
 
     def _row(self, one: _Watched, now: float) -> tuple[str, ...]:
         shown = one.progress
-        saved = f"step {one.saved[0]}, {text_of_seconds(round(now - one.saved[1]))} ago" if one.saved else NOTHING
+        saved = f"step {one.saved[0]}" if one.saved else NOTHING
+        if one.saved and math.isfinite(one.saved[1]):
+            saved += f", {text_of_seconds(round(now - one.saved[1]))} ago"
         return (
             one.name.removeprefix("replica-"), self._state(one, now), str(shown.step),
             text_of_loss(shown.loss), text_of_count(shown.tokens_per_second),

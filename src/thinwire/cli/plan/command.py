@@ -94,6 +94,8 @@ class Options:
     """Draw expected loss against bytes for all settings: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
     rates: Path | None = None
     """Draw training's share of the time against the rate of the links, one curve per row: FILE.svg, .html or .png. Default: no picture."""
+    trust: bool = False
+    """Run the code that the run file names, with which you have not trained on this machine before. Read it first."""
     json: bool = False
     """Tables go to stderr; stdout ends with one JSON object."""
 

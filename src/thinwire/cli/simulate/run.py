@@ -80,6 +80,8 @@ class Options:
     """Also write a run folder with event logs, run file and report page. Default: no folder."""
     run: Path | None = None
     """A run file with settings. Default: the defaults of the options below."""
+    trust: bool = False
+    """Run the code that the run file names, with which you have not trained on this machine before. Read it first."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from thinwire.records.events import Event, Tail
+from thinwire.records.events import Event, Tail, event_files
 from thinwire.records.sessions import whole
 from thinwire.report.trackers.sinks import Sink, open_sinks, parse_sinks
 from thinwire.report.trackers.table import MetricValues
@@ -47,7 +47,7 @@ class Follower:
         self._each(lambda sink: sink.close())
 
     def _events(self) -> Iterator[tuple[str, Event]]:
-        for path in sorted(self._folder.glob("events/*.jsonl")):
+        for path in event_files(self._folder):
             tail = self._tails.setdefault(path.stem, Tail(path))
             self._values.setdefault(path.stem, MetricValues())
             with suppress(OSError):  # the folder is gone, or full: the run says so
