@@ -79,6 +79,34 @@ def test_a_connection_without_authentication_sends_no_more_than_a_bound(identifi
         assert took <= STRANGER_NBYTES and f"it sent {STRANGER_NBYTES} bytes without authentication" in lines[0]
 
 
+@pytest.mark.parametrize("side", ["the stranger", "the server"])
+def test_the_reason_of_a_refusal_is_the_same_however_the_connection_ends(side: str, tmp_path: Path) -> None:
+    """A refused handshake ends by a reset, a broken pipe or an end of file, as chance has it."""
+    lines = list[str]()
+
+    async def play() -> None:
+        ended = asyncio.Event()
+        port = TcpProxy(AuditLog(tmp_path / "audit.txt", lambda line: (lines.append(line), ended.set())), 600.0)
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)
+            (writer if side == "the server" else outer).transport.abort()
+
+        server = await asyncio.start_unix_server(
+            take, port.inner, limit=1
+        )  # what it has not read makes its end a reset
+        number = await port.open("127.0.0.1", 0)
+        _, outer = await asyncio.open_connection("127.0.0.1", number)
+        outer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        outer.write(bytes(1000))
+        await ended.wait()
+        server.close()
+        await port.close()
+
+    asyncio.run(play())
+    assert "refused a connection from" in lines[0] and "it ended without authentication" in lines[0]
+
+
 @pytest.mark.parametrize("kind", FLOODS)
 def test_frames_of_http_at_the_port_for_joining_are_not_read(kind: str, hub: Hub, audit, tmp_path: Path) -> None:
     """What is no request to join ends its connection after a header's bytes, whatever it would have asked for."""

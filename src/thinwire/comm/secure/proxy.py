@@ -209,6 +209,8 @@ class PublicPort(ABC):
             connection.reason = (
                 f"it sent {connection.nbytes} bytes without authentication, and {STRANGER_NBYTES} are the most"
             )
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # one side has ended it, as by b"": which of the two is noticed first is chance, and not a reason
         except OSError as error:
             connection.reason = str(error)
         finally:
