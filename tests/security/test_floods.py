@@ -52,7 +52,7 @@ def test_a_connection_without_authentication_sends_no_more_than_a_bound(identifi
         async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             nonlocal took
             if identified:
-                port.authenticated(f"unix:{writer.get_extra_info('peername')}")
+                port.authenticated(f"unix:{writer.get_extra_info('peername')}", "oslo")
             while data := await reader.read(1 << 16):
                 took += len(data)
             writer.close()
