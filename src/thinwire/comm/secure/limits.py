@@ -13,6 +13,7 @@ from contextlib import suppress
 
 FRAMES_PER_SECOND, FRAMES_AT_MOST, FRAMES_AT_ONCE = 400, 2000, 2048  # of one member
 BARE_PER_SECOND, BARE_AT_ONCE = 1 << 17, 1 << 20  # bytes of one member that carry no message; some are on their way
+_LATE_SECONDS = 0.5  # a wait that is longer is no wait for a message that is on its way
 _AROUND_NBYTES = 256  # of TLS and HTTP/2 around a small message, with what answers it
 _AROUND_SHARE = 1 / 32  # of the bytes of long messages, either way: their headers, and acknowledgements of what came
 
@@ -130,15 +131,14 @@ class BareBytes:
     async def spend(self, name: str, nbytes: int) -> None:
         """Wait until so many bytes of `name` may be read."""
         bucket, given = self._of(name)
-        counted = False
+        began = time.monotonic()
         while seconds := bucket.take(nbytes):
-            if not counted and seconds > nbytes / BARE_PER_SECOND / 2:  # not only a message that is on its way
-                self._count(name, nbytes)
-                counted = True
             given.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await given.wait()
+        if time.monotonic() - began > _LATE_SECONDS:
+            self._count(name, nbytes)
 
     def received(self, name: str, nbytes: int) -> None:
         """A message of so many bytes has come from `name`."""

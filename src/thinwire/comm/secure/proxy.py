@@ -295,7 +295,7 @@ class TcpProxy(PublicPort):
     def remote_address(self, peer: str) -> str:
         """The remote address of the connection that gRPC calls `peer`."""
         connection = self._by_name.get(peer)
-        return connection.address if connection else peer
+        return connection.address if connection else "an-ended-connection:0"
 
     def received(self, peer: str) -> int:
         """Bytes that have come so far over the connection that gRPC calls `peer`."""
