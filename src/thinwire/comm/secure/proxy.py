@@ -37,14 +37,15 @@ from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.errors import LinkError
 
 STRANGERS = 256  # connections at once without authentication: 64 members reconnect with three each
-STRANGER_NBYTES = 1 << 16  # most bytes of a connection without authentication
+STRANGER_NBYTES = 1 << 14  # most bytes of a connection without authentication
 HANDSHAKE_NBYTES = 4096  # most bytes of a machine that only fetches the authority's certificate
 ACCEPTED_PER_SECOND, ACCEPTED_AT_ONCE = 200, 512  # connections that are taken from the kernel
 SERVED_PER_SECOND, SERVED_AT_ONCE = 64, 256  # TLS handshakes, at about two milliseconds of a core each
 SERVED_OF_SOURCE, SERVED_OF_SOURCE_AT_ONCE = 16, 128  # of one address
 BYTES_PER_SECOND, BYTES_AT_ONCE = 1 << 19, 1 << 21  # of all strangers together
+BYTES_OF_SOURCE, BYTES_OF_SOURCE_AT_ONCE = 1 << 17, 1 << 20  # of one address: 64 members that come back from one
 BACKLOG = 1024  # connections that the kernel holds until they are accepted
-_STRANGER_READ, _READ_NBYTES = 4096, 1 << 16
+_STRANGER_READ, _READ_NBYTES = 2048, 1 << 16
 _SOCKETS = "thinwire-sockets-"  # folders of living proxies, each of which locks its own
 _AT_ONCE = struct.pack("ii", 1, 0)  # of SO_LINGER
 _ENDED = "it ended without authentication"
@@ -60,7 +61,7 @@ class Bounds:
             TokenBucket(SERVED_PER_SECOND, SERVED_AT_ONCE),
         )
         self.read = FairBucket(
-            lambda: TokenBucket(BYTES_PER_SECOND, BYTES_AT_ONCE), TokenBucket(BYTES_PER_SECOND, BYTES_AT_ONCE)
+            lambda: TokenBucket(BYTES_OF_SOURCE, BYTES_OF_SOURCE_AT_ONCE), TokenBucket(BYTES_PER_SECOND, BYTES_AT_ONCE)
         )
 
 
