@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 
 FRAMES_PER_SECOND, FRAMES_AT_MOST, FRAMES_AT_ONCE = 400, 2000, 2048  # of one member
-BARE_PER_SECOND, BARE_AT_ONCE = 1 << 17, 1 << 19  # bytes of one member that carry no message; some are on their way
+BARE_PER_SECOND, BARE_AT_ONCE = 1 << 17, 1 << 20  # bytes of one member that carry no message; some are on their way
 _LATE_SECONDS = 0.5  # a wait that is longer is no wait for a message that is on its way
 _AROUND_NBYTES = 256  # of TLS and HTTP/2 around a small message, with what answers it
 _AROUND_SHARE = 1 / 32  # of the bytes of long messages, either way: their headers, and acknowledgements of what came
