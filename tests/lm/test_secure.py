@@ -104,6 +104,8 @@ def test_hub_and_join_commands_survive_kills_of_hub_and_replica(tmp_path, capsys
         processes += [joiner(token, name, tmp_path) for name in ("oslo", "bergen")]
         reached(tmp_path / "oslo", 8, processes)
         hub.kill()
+        for process in processes:  # each says so while it dials again
+            assert process.stdout and any("is not connected to the hub at" in line for line in process.stdout)
         hub.restart()
         reached(tmp_path / "oslo", 20, processes)
         for process in processes:

@@ -7,19 +7,22 @@ import socket
 import ssl
 import struct
 import threading
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
-from group_laws import Exchange
+from group_laws import TIMEOUT, Exchange, free_port
 from hub_process import HubProcess
 from raw_member import RawMember, admitted, welcomed
 from secure_groups import run_secure
 
-from thinwire.comm.secure import Hub, frames, limits
+from thinwire.comm.secure import Hub, frames, join, limits, straight
 from thinwire.comm.secure.audit import LINES, AuditLog
+from thinwire.comm.secure.channels import CONTROL, LIVE
 from thinwire.comm.secure.limits import FairBucket, TokenBucket
 from thinwire.comm.secure.proxy import STRANGER_NBYTES, TcpProxy
+from thinwire.comm.secure.versions import stated
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -52,7 +55,7 @@ def test_a_connection_without_authentication_sends_no_more_than_a_bound(identifi
         async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             nonlocal took
             if identified:
-                port.authenticated(f"unix:{writer.get_extra_info('peername')}")
+                port.authenticated(f"unix:{writer.get_extra_info('peername')}", "oslo")
             while data := await reader.read(1 << 16):
                 took += len(data)
             writer.close()
@@ -132,6 +135,81 @@ def test_frames_of_http_at_the_port_for_joining_are_not_read(kind: str, hub: Hub
     assert int(line.rpartition("(")[2].split()[0]) < 1 << 15
     hub.close()
     assert "strangers in" in audit.wait("counted") and sum("refused" in line for line in audit.said) <= LINES + 1
+
+
+@pytest.mark.parametrize("place", ["hub", "member"])
+def test_frames_of_http_without_a_message_are_read_later_and_named(
+    place: str, tmp_path: Path, audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a member with a key, at the hub and at a member that listens. Long messages of others need nothing of what such frames are allowed."""
+    monkeypatch.setattr(limits, "BARE_PER_SECOND", 1 << 16)
+    monkeypatch.setattr(limits, "BARE_AT_ONCE", 1 << 18)
+    monkeypatch.setattr(straight, "AuditLog", lambda path: AuditLog(path, audit))
+    unknown = frame(0x33, bytes(1000)) * 60  # which gRPC ignores; it ends a connection with many pings by itself
+    with Hub(tmp_path / "hub", say=audit) as hub, ExitStack() as stack:
+        token, listen = hub.invite(9), f"127.0.0.1:{free_port()}"
+        own, port, method = admitted(token, "a-flooder", tmp_path), token.port, CONTROL
+        if place == "member":
+            with ThreadPoolExecutor() as pool:
+                member = stack.enter_context(RawMember(token, own, frames.group_label(2, "")))
+                there = pool.submit(join, str(token), "bergen", 2, tmp_path / "keys", "", TIMEOUT, listen=listen)
+                welcomed(member.hello(2))
+                stack.callback(there.result().close)
+                there.result()._farewell = 0.0
+            port, method = int(listen.rpartition(":")[2]), LIVE
+        (tmp_path / "own.pem").write_bytes(own.key + own.certificate)
+        context = ssl.create_default_context(cadata=own.authorities.decode())
+        context.set_alpn_protocols(["h2"])
+        context.check_hostname = False
+        context.load_cert_chain(tmp_path / "own.pem")
+        plain = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        link = stack.enter_context(context.wrap_socket(plain))
+        link.sendall(PREFACE + frame(4) + frame(1, call(method), 1, 4))
+        heard = link.makefile("rb")
+        while (head := heard.read(9))[3] != 1:  # until it is identified, and its call is answered by headers
+            heard.read(int.from_bytes(head[:3]))
+        took = 0
+        link.settimeout(0.5)
+        with suppress(TimeoutError):  # all buffers are full
+            while took < 64 << 20:
+                took += link.send(unknown)
+        assert took < 64 << 20
+        run_secure(hub, 2, rounds, tmp_path / "keys")
+        log = hub._audit if place == "hub" else there.result()._link.straight.audit
+        while not log._counted:
+            threading.Event().wait(0.05)
+        log.flush()
+        audit.wait("delayed a-flooder: ", "bytes, which carry no message")
+
+
+def call(method: str) -> bytes:
+    """The headers of a call of gRPC, without an index."""
+    pairs = [(":method", "POST"), (":scheme", "https"), (":path", method), (":authority", "hub"), ("te", "trailers")]
+    pairs += [("content-type", "application/grpc"), *stated()]
+    return b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode() for name, value in pairs
+    )
+
+
+def test_folders_of_sockets_of_killed_processes_are_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of processes that live stay."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+
+    def folders() -> set[str]:
+        return {path.name for path in (tmp_path / "tmp").glob("thinwire-*")}
+
+    killed = HubProcess(tmp_path / "killed")
+    (left,) = folders()
+    with closing(HubProcess(tmp_path / "lives")) as lives:
+        (living,) = folders() - {left}
+        killed.kill()
+        assert folders() == {left, living}
+        with closing(HubProcess(tmp_path / "next")):
+            assert living in folders() and left not in folders() and len(folders()) == 2
+        run_secure(lives.invite(2), 2, rounds, tmp_path / "keys")
 
 
 def test_another_source_waits_behind_one_request_of_a_flood() -> None:

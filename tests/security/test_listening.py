@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import grpc
@@ -205,3 +205,34 @@ def test_a_member_that_floods_another_gets_one_answer_and_is_dialled_at_one_addr
         dialled, _, _ = select.select([first, second], [], [], TIMEOUT)
         bergen.result().close()
     assert heard.count(frames.CHOSEN) == 1 and dialled == [first]
+
+
+def test_a_member_that_names_another_address_each_time_it_comes_back_is_dialled_at_few(
+    hub, audit, tmp_path, monkeypatch
+):
+    """Otherwise one name would let all others knock wherever it likes."""
+    monkeypatch.setattr(straight, "DIALS_AT_ONCE", 2)
+    monkeypatch.setattr(straight, "DIALS_PER_SECOND", 1e-9)
+    token, label, process = str(hub.invite()), frames.group_label(2, ""), bytes(16)
+    own = admitted(hub.invite(), "oslo", tmp_path)
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        bergen = pool.submit(join, token, "bergen", 2, tmp_path / "keys", "", TIMEOUT)
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+        for count, server in enumerate(servers):
+            with RawMember(hub.invite(), own, label) as oslo:
+                oslo.process = process
+                stream = oslo.hello(2)
+                ((rank, connection),) = welcomed(stream).present
+                stream.put(frames.SYNC, rank, frames.packed(frames.SYNC, connection, 0))
+                port = server.getsockname()[1]
+                stream.put(frames.LISTENS, rank, frames.packed(frames.LISTENS, port, b"127.0.0.1"))
+                stream.put(frames.PING, rank, frames.packed(frames.PING, 7))
+                while stream.frame().kind != frames.PONG:
+                    pass
+                if count < 2:
+                    assert select.select([server], [], [], TIMEOUT)[0]
+            audit.wait("disconnected oslo", nth=count + 1)
+        assert select.select(servers, [], [], 0)[0] == servers[:2]
+        group = bergen.result()
+        group._farewell = 0.0
+        group.close()

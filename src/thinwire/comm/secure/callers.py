@@ -40,7 +40,7 @@ class Callers:
             raise Outdated("the hub has a new authority, which renews this certificate")
         self.check_key(name, certificate)
         assert self.proxy
-        self.proxy.authenticated(context.peer())
+        self.proxy.authenticated(context.peer(), name)
         return name, certificate.not_valid_after_utc.timestamp()
 
     def check_key(self, name: str, holder: x509.Certificate | x509.CertificateSigningRequest) -> None:

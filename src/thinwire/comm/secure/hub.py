@@ -221,7 +221,7 @@ class Hub:
 
     @property
     def _of_members(self) -> dict[str, grpc.RpcMethodHandler]:
-        bounded = Bounded(self._audit)
+        bounded = Bounded(self._audit, self._proxy)
         return {
             CONTROL: grpc.stream_stream_rpc_method_handler(bounded(self._control)),
             BULK: grpc.stream_stream_rpc_method_handler(bounded(self._bulk)),

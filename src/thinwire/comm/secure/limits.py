@@ -9,8 +9,13 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 
 FRAMES_PER_SECOND, FRAMES_AT_MOST, FRAMES_AT_ONCE = 400, 2000, 2048  # of one member
+BARE_PER_SECOND, BARE_AT_ONCE = 1 << 17, 1 << 20  # bytes of one member that carry no message; some are on their way
+_LATE_SECONDS = 0.5  # a wait that is longer is no wait for a message that is on its way
+_AROUND_NBYTES = 256  # of TLS and HTTP/2 around a small message, with what answers it
+_AROUND_SHARE = 1 / 32  # of the bytes of long messages, either way: their headers, and acknowledgements of what came
 
 
 class TokenBucket:
@@ -108,3 +113,47 @@ class MemberRates:
                 TokenBucket(FRAMES_AT_MOST, FRAMES_AT_ONCE),
             )
         return self._buckets[name]
+
+
+class BareBytes:
+    """Bounds what each member sends besides messages. HTTP/2 has frames without any that cost the receiver work, such as pings, settings, empty
+    headers and resets. A proxy in front of TLS sees bytes alone, so it counts all that come, and takes off those that have come out as messages.
+    The rest is bounded to `BARE_PER_SECOND`, and read later.
+
+    Args:
+        count: called with a name and a number of bytes that waited.
+    """
+
+    def __init__(self, count: Callable[[str, int], object]) -> None:
+        self._count = count
+        self._members: dict[str, tuple[TokenBucket, asyncio.Event]] = {}
+
+    async def spend(self, name: str, nbytes: int) -> None:
+        """Wait until so many bytes of `name` may be read."""
+        bucket, given = self._of(name)
+        began = time.monotonic()
+        while seconds := bucket.take(nbytes):
+            given.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await given.wait()
+        if time.monotonic() - began > _LATE_SECONDS:
+            self._count(name, nbytes)
+
+    def received(self, name: str, nbytes: int) -> None:
+        """A message of so many bytes has come from `name`."""
+        self._give(name, nbytes * (1 + _AROUND_SHARE) + _AROUND_NBYTES)
+
+    def sent(self, name: str, nbytes: int) -> None:
+        """So many bytes go to `name`, which acknowledges them."""
+        self._give(name, nbytes * _AROUND_SHARE)
+
+    def _give(self, name: str, nbytes: float) -> None:
+        bucket, given = self._of(name)
+        bucket.give(nbytes)
+        given.set()
+
+    def _of(self, name: str) -> tuple[TokenBucket, asyncio.Event]:
+        if name not in self._members:
+            self._members[name] = TokenBucket(BARE_PER_SECOND, BARE_AT_ONCE), asyncio.Event()
+        return self._members[name]

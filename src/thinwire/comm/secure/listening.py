@@ -19,7 +19,7 @@ from thinwire.comm.secure.calls import Broken
 from thinwire.comm.secure.channels import LIVE, STRAIGHT, check_tls, of_members, server_credentials
 from thinwire.comm.secure.keys import Credentials, member_name
 from thinwire.comm.secure.proxy import TcpProxy
-from thinwire.comm.secure.streams import Handlers, Refusing, first
+from thinwire.comm.secure.streams import Counted, Handlers, Refusing, first
 from thinwire.comm.secure.versions import agreed_with_member
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
@@ -138,9 +138,10 @@ class MemberServer:
         return self._own
 
     async def _serve(self, method: str, _: Any, context: Any) -> None:
+        context = Counted(context, self._proxy)
         async with Refusing(self._audit, context, self._proxy):
             peer, group, rank = self._admit(name := _named(context), method)
-            self._proxy.authenticated(context.peer())
+            self._proxy.authenticated(context.peer(), name)
             version = await agreed_with_member(context)
             frame = frames.opened(await first(context), 0, [frames.GREET], version)
             if (frame.rank, frame.number(0)) != (peer, group):

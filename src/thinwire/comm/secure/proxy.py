@@ -8,12 +8,14 @@ A connection counts as authenticated once the hub has identified it. Until then 
 - each may send `STRANGER_NBYTES`, and all together `BYTES_PER_SECOND`. What is over that is not read, so TCP holds the sender back.
 
 An honest member sends less than 8 kB and needs less than a second. `TcpProxy` forwards to gRPC, which listens at a Unix socket in a folder that
-nobody else can enter, and does the TLS; it does not read what it forwards.
+nobody else can enter, and does the TLS; it does not read what it forwards. So of a member it bounds the bytes that have not come out of gRPC as
+messages (`BareBytes`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import socket
@@ -21,26 +23,30 @@ import struct
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from ipaddress import IPv6Address, ip_address, ip_network
 from itertools import count
 from pathlib import Path
 
 from thinwire.comm.pacing import keep_window
 from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.limits import FairBucket, TokenBucket
+from thinwire.comm.secure.limits import BareBytes, FairBucket, TokenBucket
 from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.errors import LinkError
 
 STRANGERS = 256  # connections at once without authentication: 64 members reconnect with three each
-STRANGER_NBYTES = 1 << 16  # most bytes of a connection without authentication
+STRANGER_NBYTES = 1 << 14  # most bytes of a connection without authentication
 HANDSHAKE_NBYTES = 4096  # most bytes of a machine that only fetches the authority's certificate
 ACCEPTED_PER_SECOND, ACCEPTED_AT_ONCE = 200, 512  # connections that are taken from the kernel
 SERVED_PER_SECOND, SERVED_AT_ONCE = 64, 256  # TLS handshakes, at about two milliseconds of a core each
 SERVED_OF_SOURCE, SERVED_OF_SOURCE_AT_ONCE = 16, 128  # of one address
 BYTES_PER_SECOND, BYTES_AT_ONCE = 1 << 19, 1 << 21  # of all strangers together
+BYTES_OF_SOURCE, BYTES_OF_SOURCE_AT_ONCE = 1 << 17, 1 << 20  # of one address: 64 members that come back from one
 BACKLOG = 1024  # connections that the kernel holds until they are accepted
-_STRANGER_READ, _READ_NBYTES = 4096, 1 << 18
+_STRANGER_READ, _READ_NBYTES = 2048, 1 << 16
+_SOCKETS = "thinwire-sockets-"  # folders of living proxies, each of which locks its own
 _AT_ONCE = struct.pack("ii", 1, 0)  # of SO_LINGER
 _ENDED = "it ended without authentication"
 
@@ -55,7 +61,7 @@ class Bounds:
             TokenBucket(SERVED_PER_SECOND, SERVED_AT_ONCE),
         )
         self.read = FairBucket(
-            lambda: TokenBucket(BYTES_PER_SECOND, BYTES_AT_ONCE), TokenBucket(BYTES_PER_SECOND, BYTES_AT_ONCE)
+            lambda: TokenBucket(BYTES_OF_SOURCE, BYTES_OF_SOURCE_AT_ONCE), TokenBucket(BYTES_PER_SECOND, BYTES_AT_ONCE)
         )
 
 
@@ -71,6 +77,7 @@ class Arrived:
         self.task: asyncio.Task[None] | None = None
         self.authenticated, self.logged, self.aborted = False, False, False
         self.nbytes, self.reason, self._first = 0, _ENDED, b""
+        self.spend: Callable[[int], Awaitable[None]] | None = None  # waits until this member may send so many bytes
 
     async def begin(self) -> None:
         """Wait for the first bytes, which the next `read` returns, and for this connection's turn: one that says nothing takes nobody's. Raises
@@ -92,6 +99,8 @@ class Arrived:
         self.nbytes += len(data)
         if not self.authenticated:
             await self._bounds.read.take(self.source, len(data))
+        elif self.spend:
+            await self.spend(len(data))
         return data
 
     async def write(self, data: bytes) -> None:
@@ -268,29 +277,43 @@ class TcpProxy(PublicPort):
         self, audit: AuditLog, seconds: float, stays: bool = True, owner: str = "the hub", bounds: Bounds | None = None
     ) -> None:
         super().__init__(audit, seconds, stays, owner, bounds)
-        self._folder = Path(tempfile.mkdtemp(prefix="thinwire-"))  # only its owner can enter it
+        self._folder, self._lock = _socket_folder()
         self.inner = self._folder / "grpc"
         self._numbers = count()
         self._by_name: dict[str, Arrived] = {}  # by the name under which gRPC knows the connection
+        self._members: dict[Arrived, str] = {}
+        self._bare = BareBytes(
+            lambda name, number: audit.count("delayed", name, "bytes, which carry no message", number)
+        )
 
     async def close(self) -> None:
         await super().close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def remote_address(self, peer: str) -> str:
         """The remote address of the connection that gRPC calls `peer`."""
         connection = self._by_name.get(peer)
-        return connection.address if connection else peer
+        return connection.address if connection else "an-ended-connection:0"
 
     def received(self, peer: str) -> int:
         """Bytes that have come so far over the connection that gRPC calls `peer`."""
         connection = self._by_name.get(peer)
         return connection.nbytes if connection else 0
 
-    def authenticated(self, peer: str) -> None:
-        """Count `peer` as authenticated: the hub has identified it."""
+    def authenticated(self, peer: str, name: str) -> None:
+        """Count `peer` as authenticated: the hub has identified it as the member `name`."""
         if connection := self._by_name.get(peer):
+            self._members[connection] = name
+            connection.spend = partial(self._bare.spend, name)
             self._authenticated(connection)
+
+    def message(self, peer: str, nbytes: int) -> None:
+        """A message of so many bytes has come over the connection that gRPC calls `peer`."""
+        if (connection := self._by_name.get(peer)) and (name := self._members.get(connection)):
+            self._bare.received(name, nbytes)
 
     def logged(self, peer: str) -> None:
         """Log nothing when the connection `peer` ends: the audit log has its line."""
@@ -306,11 +329,20 @@ class TcpProxy(PublicPort):
             try:
                 await loop.sock_connect(inner, str(self.inner))
                 name.unlink()
-                for error in await run_until_one_ends(_upload(connection, inner), _download(connection, inner)):
+                for error in await run_until_one_ends(_upload(connection, inner), self._download(connection, inner)):
                     raise error
             finally:
                 name.unlink(missing_ok=True)
                 del self._by_name[f"unix:{name}"]
+                self._members.pop(connection, None)
+
+    async def _download(self, connection: Arrived, inner: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while data := await loop.sock_recv(inner, _READ_NBYTES):
+            await connection.write(data)
+            if name := self._members.get(connection):
+                self._bare.sent(name, len(data))
+            await asyncio.sleep(0)
 
 
 async def _upload(connection: Arrived, inner: socket.socket) -> None:
@@ -319,11 +351,34 @@ async def _upload(connection: Arrived, inner: socket.socket) -> None:
         await asyncio.sleep(0)  # a socket that is always ready lets no other task run
 
 
-async def _download(connection: Arrived, inner: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    while data := await loop.sock_recv(inner, _READ_NBYTES):
-        await connection.write(data)
-        await asyncio.sleep(0)
+def _socket_folder() -> tuple[Path, int | None]:
+    """A new folder that only its owner can enter, and its lock, which this process holds. Folders whose process was killed, which nobody locks, are
+    removed.
+    """
+    made = Path(tempfile.mkdtemp(prefix="thinwire-new-"))  # no folder of `_SOCKETS` until it is locked
+    if (lock := _locked(made)) is None:
+        return made, None
+    folder = made.rename(made.with_name(_SOCKETS + made.name.rpartition("-")[2]))
+    for left in folder.parent.glob(_SOCKETS + "*"):
+        if (ended := _locked(left)) is not None:
+            if os.fstat(ended).st_uid == os.geteuid():
+                shutil.rmtree(left, ignore_errors=True)
+            os.close(ended)
+    return folder, lock
+
+
+def _locked(folder: Path) -> int | None:
+    """A file that holds the lock of `folder`; None if another process holds it, or nobody can."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
 
 
 def _source(host: str) -> str:

@@ -72,11 +72,26 @@ class Refusing:
         return f"{self._proxy.remote_address(self._context.peer())} {self._name()}"
 
 
+class Counted:
+    """A context that tells the proxy of each message, so that its bytes count as such."""
+
+    def __init__(self, context: Any, proxy: TcpProxy) -> None:
+        self._context, self._proxy = context, proxy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def read(self) -> Any:
+        if (raw := await self._context.read()) is not grpc.aio.EOF:
+            self._proxy.message(self._context.peer(), len(raw))
+        return raw
+
+
 class Bounded:
     """Serves at most `STREAMS_OF_MEMBER` streams of one member at a time, so that it cannot take those of the others."""
 
-    def __init__(self, audit: AuditLog) -> None:
-        self._audit, self._open = audit, Counter[str]()
+    def __init__(self, audit: AuditLog, proxy: TcpProxy) -> None:
+        self._audit, self._proxy, self._open = audit, proxy, Counter[str]()
 
     def __call__(self, serve: Serve) -> Serve:
         async def some(given: Any, context: Any) -> None:
@@ -88,7 +103,7 @@ class Bounded:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
             self._open[who] += 1
             try:
-                await serve(given, context)
+                await serve(given, Counted(context, self._proxy))
             finally:
                 self._open[who] -= 1
 
