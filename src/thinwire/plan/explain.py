@@ -15,7 +15,7 @@ from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.simulate.pipeline import pipeline_seconds
 
 MOST_NAMED = 5  # of one kind are named
-USELESS_UTILIZATION = 0.5  # utilisation below which something is refused outright
+USELESS_UTILIZATION = 0.5  # utilization below which something is refused outright
 
 
 def sentence(setting: Setting, best: Setting) -> str:
