@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.errors import ConfigurationError, DataError
+from thinwire.errors import ConfigurationError, DataError, MissingError
 
 MOST_VOCABULARY = 1 << 24
 END = "<|end|>"  # the separator of two documents
@@ -130,7 +130,7 @@ class BPE:
         try:
             trained = Trained.from_file(str(self.file))
         except Exception as error:  # the Rust side raises bare Exception for every fault
-            raise DataError(
+            raise (DataError if self.file.exists() else MissingError)(
                 f"{self.file}: {error}; the JSON file of a trained tokenizer is needed. Check the path, or train it again."
             ) from error
         if trained.token_to_id(END) != self.end:
