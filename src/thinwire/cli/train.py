@@ -14,7 +14,7 @@ from rich.console import Console
 
 from thinwire.cli import options
 from thinwire.cli.capacity import check_capacity, choose_defaults
-from thinwire.cli.training import finish, train
+from thinwire.cli.training import finish, resume_command, saying_how_to_resume, train
 from thinwire.comm import parse_link
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch, run_folder
@@ -156,7 +156,8 @@ def main(arguments: Sequence[str]) -> int:
                 trained = RunRecord.load(folder).summary.steps
                 say(f"finished already, with {trained} steps; to train longer give more --steps")
             else:
-                with _told(asked, run, folder, console):
+                command = resume_command(folder, options=_membership_options(asked))
+                with _told(asked, run, folder, console), saying_how_to_resume(folder, command):
                     train(run, folder, resume, console, stop, asked.joining)
             return finish(folder, console, asked.json, stop, _membership_options(asked))
 
@@ -219,7 +220,8 @@ def _as_rank(
             Progress(folder, run.optimizer.steps, 1, console, sharded=shards > 1) as progress,
         ):
             progress.pass_over()
-            with watching(progress.update, 0.2, "thinwire-progress"):
+            again = saying_how_to_resume(folder, resume_command(folder))
+            with watching(progress.update, 0.2, "thinwire-progress"), again:
                 launch.train_as_rank(run, folder, resume, stop)
         return finish(folder, console, asked.json, stop)
 

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.errors import DataError, MissingError
+from thinwire.errors import MissingError
 from thinwire.records.clocks import Offset, offsets_of, text_of_clocks, timed_records
 from thinwire.records.events import Event, Tail, being_written, recent_events
 from thinwire.records.fragments import fragments_of

@@ -220,7 +220,9 @@ def _table(rows: Sequence[Setting], task: Task) -> Table:
             text_of_nbytes(setting.memory_nbytes), _loss(setting), text_of_seconds(setting.seconds),
         )  # fmt: skip
     losses = f"loss: {explain.NO_LOSS}" if task.base.model.job else "(loss): outside the laws"
-    table.caption = f"batch: sequences × micro-batches of a replica · useful: in tokens of data-parallel training · {losses}"
+    table.caption = (
+        f"batch: sequences × micro-batches of a replica · useful: in tokens of data-parallel training · {losses}"
+    )
     return table
 
 
