@@ -43,16 +43,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def listing(index: str, found: Collection[str]) -> list[str]:
-    """The groups of docs/index.md, which is the one list of pages: the command that shows each page, and its title. Methods' pages are last."""
+    """The groups of docs/index.md, which is the one list of pages: the command that shows each page, and its title. Other pages are last."""
     lines = []
     for group, title, name in re.findall(r"^(?:## (.+)|- \[(.+?)\]\((.+?)\.md\).*)$", index, re.MULTILINE):
         lines += ["", group] if group else [f"  thinwire docs {name:<20} {title}"]
-    methods = ", ".join(name for name in found if name.startswith("methods/"))
+    others = ", ".join(name for name in found if name != "index" and f"({name}.md)" not in index)
     return [
         *lines[1:],
         "",
-        "Methods (thinwire docs NAME)",
-        fill(methods, 79, initial_indent="  ", subsequent_indent="  "),
+        "One method or trainer each (thinwire docs NAME)",
+        fill(others, 79, initial_indent="  ", subsequent_indent="  "),
     ]
 
 

@@ -18,6 +18,7 @@ from thinwire.cli import figures, options
 from thinwire.comm import Link, quantities
 from thinwire.comm.secure.token import HUB_PORT
 from thinwire.errors import ConfigurationError
+from thinwire.lm.model import text_of_size
 from thinwire.lm.run import Run
 from thinwire.membership.channel import LIGHTHOUSE_PORT
 from thinwire.plan import exchanges, explain
@@ -201,8 +202,9 @@ def _rows(found: Sequence[Setting], top: int) -> list[Setting]:
 
 def _table(rows: Sequence[Setting], task: Task) -> Table:
     shape = shape_of(task.base)
+    named = text_of_size(task.base.model.model, shape.parameters())
     title = (
-        f"{task.base.model.label}, {text_of_count(shape.parameters())} parameters, {text_of_count(task.tokens)} tokens, "
+        f"{task.base.model.label}, {text_of_count(shape.parameters())} parameters{f' ({named})' * bool(named)}, {text_of_count(task.tokens)} tokens, "
         f"up to {len(task.links)} replicas on links that were {task.links.word} (predicted)"
     )
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
