@@ -46,7 +46,7 @@ zoo: .venv/.demo         ## workloads that nobody tuned for, with five methods, 
 tables: .venv/.demo      ## the README's tables anew, from benchmarks/results
 	$(BIN)/python docs/tables.py
 
-bench: .venv/.demo       ## utilisation on a thin link, beside DDP and torchft: about an hour, Linux and root
+bench: .venv/.demo       ## utilization on a thin link, beside DDP and torchft: about an hour, Linux and root
 	$(BIN)/python benchmarks/utilization.py
 
 # What users need, without tools and tests. `.dev` holds all of it too.

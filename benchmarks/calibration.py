@@ -1,4 +1,4 @@
-"""Compares training on a link with probing and simulating it, for two and four replicas; goal: utilisation within 10 %.
+"""Compares training on a link with probing and simulating it, for two and four replicas; goal: utilization within 10 %.
 
     python benchmarks/calibration.py            # about four minutes
     python benchmarks/calibration.py --quick    # one rate for each method, about a minute
@@ -13,7 +13,7 @@ For every number of replicas, method and rate, the same processes do these one a
 
 An inner step sleeps for 40 ms and then really updates a model of 1.2 million parameters, so four replicas have equal steps on
 two cores. `train` rows are `thinwire train` itself with two replicas of the model nano that compute; their inner step is the
-median of a run without a link. Utilisation: steps × inner step / seconds from the first step to the last landing, including the
+median of a run without a link. Utilization: steps × inner step / seconds from the first step to the last landing, including the
 exchange at the end (in `train` rows as the run reports it). Error: simulated / emulated − 1. Rates are multiples of the floor,
 below which no schedule computes all the time.
 """

@@ -4,7 +4,7 @@
 
 On uplinks whose rate changes, with `streaming_sign` on the model nano, two replicas and steps of half a second, it compares each
 level alone, `Levelled`, which knows how long its rounds took, and an oracle, which knows the trace; both also with skipped rounds.
-*Stalls and utilisation are simulated*, in virtual time. A step down and up and two drawn traces are always there (a mobile uplink
+*Stalls and utilization are simulated*, in virtual time. A step down and up and two drawn traces are always there (a mobile uplink
 whose rate changes every second, and a cable in the evening, every ten seconds); recorded ones are given as files
 (`RateTrace.load`). The model's bytes are scaled so that the finest level alone is busy for 60 % of the time on each trace.
 *Losses are measured*: each run is trained with the levels that its rounds had in virtual time, equal on all replicas.

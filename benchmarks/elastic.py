@@ -134,7 +134,7 @@ def row(method: str, written: list[Line], part: Part) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], megabits: float) -> Table:
     view = Table(title=f"One kill a minute among three replicas, emulated {megabits:g} Mbit/s")
-    columns = "method|steps lost by survivors|by the killed|rounds failed|longest standstill, s|in steps|returner counted after, s|utilisation"
+    columns = "method|steps lost by survivors|by the killed|rounds failed|longest standstill, s|in steps|returner counted after, s|utilization"
     for column in columns.split("|"):
         view.add_column(column, justify="left" if column == "method" else "right")
     for one in rows:

@@ -10,7 +10,7 @@ parameters. Each replica's uplink has the rate; `floor` is 1.2 times the predict
 one round trip apart, whatever carries their packets: the hub (its own namespace and process, 1 Gbit/s) is half-way. With `--hub far`
 the hub is a whole round trip from each of them, so they are two apart; ratios and goals stay those of one round trip.
 
-* utilisation  time in inner steps / wall time. DDP exchanges within backward, so it has none
+* utilization  time in inner steps / wall time. DDP exchanges within backward, so it has none
 * of bare      steps per second, over those of the same two processes without any exchange
 * exchange     seconds of one message of 1 or 4 MB each way, after half a second without bulk, from the instant when both begin to the
                one when both have it; beside RTT + 8 · bytes / rate. DDP's is gloo's all-reduce of as many bytes
@@ -349,7 +349,7 @@ def told(row: dict[str, Any], bare: float) -> list[str]:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     view = Table(title="Two replicas, emulated links")
-    columns = "Mbit/s, RTT ms|method|utilisation|of bare|1 MB, s (ratio)|4 MB, s (ratio)|control p50 / p99 (goal), s|MB"
+    columns = "Mbit/s, RTT ms|method|utilization|of bare|1 MB, s (ratio)|4 MB, s (ratio)|control p50 / p99 (goal), s|MB"
     for column in columns.split("|"):
         view.add_column(column, justify="left" if column == "method" else "right")
     bare = next(row["steps_per_second"] for row in rows if row["method"] == "bare")

@@ -1,4 +1,4 @@
-"""Compute utilisation on a thin link, beside DDP and torchft: two processes in two network namespaces. Emulated.
+"""Compute utilization on a thin link, beside DDP and torchft: two processes in two network namespaces. Emulated.
 
     sudo python benchmarks/utilization.py                         # about an hour
     sudo python benchmarks/utilization.py --quick                 # about a minute: a smoke run
@@ -10,7 +10,7 @@ Every method has several windows at each rate, in turns with the others: the fig
 
 * of bare      steps per second over those of the same two processes training without any exchange on the same two cores: the
                headline, because a method that slows the inner step down by using the CPU cannot hide it here
-* utilisation  time in inner steps / wall time. DDP exchanges within backward, so it has only the first figure
+* utilization  time in inner steps / wall time. DDP exchanges within backward, so it has only the first figure
 * stall        wall time outside inner steps, over 30 steps
 * MB           what the interface sent, over 30 steps: packets, and the headers of TCP, IP and Ethernet, and the other side's ACKs
 * CPU beside   CPU of a replica's threads other than the training one, as a share of its core
@@ -239,7 +239,7 @@ def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]], bare: dict[str, Any]) -> Table:
     low, high = bare["spread"]
     view = Table(title=f"Two replicas, emulated link; bare step {bare['step_seconds']:.3f} s ({low:.3f} … {high:.3f})")
-    columns = "Mbit/s|method|windows|steps|of bare|utilisation|stall s|MB sent|floor Mbit/s|CPU beside|others' CPU"
+    columns = "Mbit/s|method|windows|steps|of bare|utilization|stall s|MB sent|floor Mbit/s|CPU beside|others' CPU"
     for column in columns.split("|"):
         view.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:

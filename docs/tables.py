@@ -141,7 +141,7 @@ def utilization(result: Result) -> tuple[list[str], list[list[str]]]:
             shares = [_spread(row, name) for name in ("of_bare", "utilization")]
             rows.append([shown, row["method"], *shares, sent])
     every = result["setting"]["every"]
-    return ["Mbit/s", "method", "steps/s of bare", "utilisation", f"MB sent in {every} steps"], rows
+    return ["Mbit/s", "method", "steps/s of bare", "utilization", f"MB sent in {every} steps"], rows
 
 
 def quality(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -430,7 +430,7 @@ def exchange(result: Result) -> tuple[list[str], list[list[str]]]:
 
 
 def secure(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Rows of benchmarks/secure.py, link by link: utilisation, exchanges beside their ideal, control beside bulk, bytes."""
+    """Rows of benchmarks/secure.py, link by link: utilization, exchanges beside their ideal, control beside bulk, bytes."""
     bare = next(row["steps_per_second"] for row in result["rows"] if row["method"] == "bare")
     shaped = [row for row in result["rows"] if row["method"] != "bare"]
     rates = {row["rate"]: place for place, row in enumerate(shaped)}
@@ -452,7 +452,7 @@ def secure(result: Result) -> tuple[list[str], list[list[str]]]:
              *(times or ["–", "–"]), control, f"{row['wire_nbytes_per_period'] / 1e6:.2f}"]
         )  # fmt: skip
     times = ["1 MB, s (of ideal)", "4 MB, s (of ideal)", "control p50, p99 (goal), s"]
-    return ["link", "method", "utilisation", "steps/s of bare", *times, "MB sent in 30 steps"], rows
+    return ["link", "method", "utilization", "steps/s of bare", *times, "MB sent in 30 steps"], rows
 
 
 def straight(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -550,7 +550,7 @@ def elastic(result: Result) -> tuple[list[str], list[list[str]]]:
         still = [f"{row['standstill_seconds']:.2f}", f"{row['standstill_steps']:.1f}"]
         rows.append([row["method"], *lost, *still, back, _share(row["utilization"])])
     heads = ["method", "steps lost by survivors (inferred)", "by the killed", "longest standstill, s", "in steps"]
-    return [*heads, "returner counted after, s", "utilisation"], rows
+    return [*heads, "returner counted after, s", "utilization"], rows
 
 
 def joiner(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -731,7 +731,7 @@ def coding(result: Result) -> tuple[list[str], list[list[str]]]:
 
 
 def deadlines(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Rows of benchmarks/deadlines.py: a way a row, a trace a column; seconds stalled, utilisation, mean held-out loss."""
+    """Rows of benchmarks/deadlines.py: a way a row, a trace a column; seconds stalled, utilization, mean held-out loss."""
     of: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in result["rows"]:
         of.setdefault(row["way"], {})[row["trace"]] = row

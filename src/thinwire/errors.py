@@ -3,7 +3,8 @@
     ThinwireError
     ├── ConfigurationError (ValueError)   a combination that cannot work; raised when it is made
     ├── ModelError                        a model or optimizer that cannot be served
-    ├── DataError                         text that is missing, empty or unreadable
+    ├── DataError                         text that is empty or unreadable
+    │   └── MissingError (ValueError)     a path was given, and what is needed is not there
     ├── JobError                          a fault in a job file of the user's own
     ├── CheckpointError                   a checkpoint that is damaged, foreign or absent
     ├── PacketError                       bytes from a peer that are not the expected packet
@@ -34,6 +35,10 @@ class ModelError(ThinwireError):
 
 class DataError(ThinwireError):
     """Text that is missing, empty or unreadable."""
+
+
+class MissingError(DataError, ValueError):
+    """A path was given, and what is needed is not there: the caller's mistake, like a wrong setting."""
 
 
 class JobError(ThinwireError):

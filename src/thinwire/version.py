@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"  # .dev0 until 0.1.0 is out: then two trees can have this name, and `named` tells them apart
 _STATED = re.compile(r"([0-9]{1,9}) to ([0-9]{1,9}) \(Thinwire ([A-Za-z0-9.+_-]{1,24})\)")
 
 
@@ -27,7 +30,7 @@ class Protocols:
     release: str
 
     def __str__(self) -> str:
-        return f"{self.oldest} to {self.newest} (Thinwire {self.release})"
+        return f"{self.oldest} to {self.newest} (Thinwire {named(self.release)})"
 
     def __contains__(self, number: int) -> bool:
         return self.oldest <= number <= self.newest
@@ -37,6 +40,32 @@ class Protocols:
         """Parse the range that another replica sent; None if it cannot be parsed."""
         match = _STATED.fullmatch(text)
         return cls(int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def named(release: str) -> str:
+    """The name under which others know `release`. This one's, if it is not out, has a digest of its code: unlike trees have unlike names."""
+    return f"{release}+{_digest_of_code()}" if release == __version__ and ".dev" in release else release
+
+
+@cache
+def _digest_of_code() -> str:
+    """Eight digits; takes a twentieth of a second, once."""
+    package, state = Path(__file__).parent, hashlib.blake2b(digest_size=4)
+    for path in sorted(package.rglob("*.py")):
+        state.update(hashlib.blake2b(path.relative_to(package).as_posix().encode()).digest())
+        state.update(hashlib.blake2b(path.read_bytes()).digest())
+    return state.hexdigest()
+
+
+def unlike_releases(there: str, here: str, where: str) -> str:
+    """Two stated ranges in words if they differ, which explains why other facts differ too; "" if they are equal.
+
+    >>> unlike_releases("2 to 2 (Thinwire 0.2.0)", "2 to 2 (Thinwire 0.1.0)", "on replica 0")
+    '; the versions differ too: protocols 2 to 2 (Thinwire 0.2.0) there, 2 to 2 (Thinwire 0.1.0) on replica 0. Install one version on all'
+    """
+    if there == here:
+        return ""
+    return f"; the versions differ too: protocols {there or 'none'} there, {here or 'none'} {where}. Install one version on all"
 
 
 def newest_of_both(here: Protocols, there: Protocols) -> int | None:

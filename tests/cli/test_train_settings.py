@@ -230,7 +230,7 @@ def test_a_stopped_run_names_the_command_that_resumes_it(
         finish(folder, Console(file=out, width=200), False, Stop())
         told += [line.partition(": ")[2] for line in out.getvalue().splitlines() if line.startswith("to resume")]
     assert told == [
-        f"thinwire train --resume --out '{folder}'",
+        f"thinwire resume '{folder}'",
         "the same torchrun command on each machine, with --resume",
     ]
     Run.of(strategy="plexus").save(folder / "run.toml")

@@ -152,10 +152,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_every_replica(train: Train, tmp_path: Pat
     command.send_signal(signal.SIGINT)
     assert command.wait(PATIENCE) == 130
     said = folder.with_suffix(".txt").read_text()
-    assert (
-        "each replica ends its inner step and leaves a checkpoint" in said
-        and "to resume: thinwire train --resume" in said
-    )
+    assert "each replica ends its inner step and leaves a checkpoint" in said and "to resume: thinwire resume " in said
     assert all(end["stopped"] and saved(folder, name) > 0 for name, end in zip(NAMES, ends(folder, NAMES[:2])))
     assert not replicas_of(folder)
 

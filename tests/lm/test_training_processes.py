@@ -43,7 +43,7 @@ def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> Non
         (tmp_path / f"checkpoints/replica-{rank}/step-00000005").mkdir(parents=True)
     assert launch._post_mortem({3: last[3]}, [0, 0, 0, 1], Run(), tmp_path).splitlines() == [
         "replica 3 (exit code 1): DataError: no text",
-        f"All that the replicas printed is in {tmp_path / 'logs'}. `thinwire resume {tmp_path}` continues from the last checkpoint.",
+        f"All that the replicas printed is in {tmp_path / 'logs'}. To resume: thinwire resume {tmp_path}",
     ]
 
 

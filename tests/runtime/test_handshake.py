@@ -11,6 +11,7 @@ import torch
 
 import thinwire as tw
 from thinwire.comm import Link, LinkedGroup
+from thinwire.membership.view import difference
 from thinwire.runtime import handshake
 from thinwire.runtime.handshake import (
     Finished,
@@ -23,7 +24,7 @@ from thinwire.runtime.handshake import (
     introduction,
 )
 from thinwire.testing.toy import toy
-from thinwire.version import Protocols
+from thinwire.version import PROTOCOLS, Protocols, __version__
 
 
 def test_all_replicas_begin_with_the_weights_of_replica_0():
@@ -69,6 +70,26 @@ def test_releases_that_speak_one_protocol_train_together(last: Protocols, served
         if not served:
             assert "replica 2 does not fit the replicas before it: it speaks protocols 4 to 5 (Thinwire 0.5.0)" in told
             assert "they 2 to 3 (Thinwire 0.2.0), 2 to 4 (Thinwire 0.3.0). Nothing was trained. Install one rel" in told
+
+
+@pytest.mark.parametrize("release", ["0.1.0", __version__])
+def test_a_fact_that_one_version_alone_states_is_refused_with_both_versions(release: str) -> None:
+    """Another tree of the same protocols, whose number was forgotten: what it does not state must not look like the user's fault."""
+    other = f"{PROTOCOLS.oldest} to {PROTOCOLS.newest} (Thinwire {release})"
+
+    def replica(group: tw.ThreadGroup) -> str:
+        facts = {"model": "nano"} if group.rank == 0 else {"protocols": other}
+        with pytest.raises(tw.DisagreementError) as caught:
+            compare_settings(group, facts)
+        return str(caught.value)
+
+    for told in tw.run_threads(2, replica):
+        assert f"model: absent there, nano on replica 0; the versions differ too: protocols {other} there" in told
+        assert f"{PROTOCOLS} on replica 0. Install one version on all" in told
+    there, here = {"protocols": other}, {"protocols": str(PROTOCOLS), "model": "nano"}
+    assert f"the versions differ too: protocols {other} there, {PROTOCOLS} at 'a'" in difference(there, here, "at 'a'")
+    far = str(Protocols(PROTOCOLS.newest + 1, PROTOCOLS.newest + 1, "0.9.0"))
+    assert difference({"protocols": far}, here).startswith(f"protocols: {far} there, {PROTOCOLS} here")
 
 
 def test_more_fragments_than_a_packet_can_name_are_refused(monkeypatch):

@@ -121,7 +121,7 @@ def test_steps_of_zero_seconds_are_counted():
     assert outcome.steps.max() == 200 and outcome.steps.min() > 100 and np.isfinite(outcome.compute_seconds).all()
 
 
-def test_utilisation_falls_as_failures_rise():
+def test_utilization_falls_as_failures_rise():
     used = [
         simulate(STREAM, NUMELS, alike(20, FAST, failures=Failures(every, 30.0, 2.0)), 500).compute_utilization
         for every in (1e6, 3000.0, 300.0, 60.0)

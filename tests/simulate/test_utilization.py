@@ -1,4 +1,4 @@
-"""The study of compute utilisation: the paper's table, the layer model, closed forms and their range, and the command."""
+"""The study of compute utilization: the paper's table, the layer model, closed forms and their range, and the command."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_model_calls_the_strategys_schedule(monkeypatch):
 
 
 @pytest.mark.parametrize("method", STUDIED)
-def test_utilisation_rises_with_the_rate_to_one(method):
+def test_utilization_rises_with_the_rate_to_one(method):
     used = Study(ONE, delay=5).utilization(method, np.geomspace(1e7, 1e18, 100))
     assert (np.diff(used) >= -1e-12).all() and used[0] < 0.1 and used[-1] == pytest.approx(1, abs=1e-8)
     assert (used <= 1).all()

@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the verb and its options; None: those of this process.
 
     Returns:
-        The exit code: 0, 1 (it failed), 2 (wrong arguments), 128 + the number of the signal that stopped it (130 after Ctrl-C).
+        The exit code: 0; 2, the command line is wrong, or names what is not there; 1, anything else that failed; 128 + the number of the
+        signal that stopped it (130 after Ctrl-C).
 
     >>> import contextlib, io
     >>> with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -104,7 +105,7 @@ def _run(arguments: list[str]) -> int:
         what += ", and a folder is needed" if isinstance(error, FileExistsError) else ""
         said = f"thinwire {verb}: {what}. Check the path, its permissions and the free space."
         print(printable_lines(said), file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 1
     except KeyboardInterrupt as stop:
         print(f"thinwire {verb}: interrupted", file=sys.stderr)
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)

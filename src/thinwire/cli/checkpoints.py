@@ -49,9 +49,21 @@ def main(arguments: Sequence[str]) -> int:
     if sets:
         console.print(table)
     console.print(_told(asked.run, sets, len(here), run, each), soft_wrap=True, highlight=False)
-    if gone:
-        freed = text_of_nbytes(sum(one.nbytes for one in gone))
-        console.print(f"deleted {len(gone)}: {freed}", soft_wrap=True, highlight=False)
+    held = [saved for one in sets for saved in one.saved]
+    hashed = asked.verify or asked.prune is not None
+    how = "every file was hashed" if hashed else "sizes were compared; --verify hashes every file"
+    damaged = sum(bool(saved.problem) for saved in held)
+    nbytes = text_of_nbytes(sum(saved.nbytes for saved in held))
+    checked = f"checked {len(held)} checkpoints of {len(here)} replicas, {nbytes}: {damaged} damaged ({how})"
+    console.print(checked, soft_wrap=True, highlight=False)
+    if asked.prune is not None:
+        freed = text_of_nbytes(sum(one.nbytes for one in gone)) if gone else "no byte"
+        steps = ", ".join(map(str, sorted({one.step for one in gone})))
+        console.print(
+            f"deleted {len(gone)} checkpoints{f' of step {steps}' * bool(gone)}: {freed} freed",
+            soft_wrap=True,
+            highlight=False,
+        )
     facts = {"checkpoints": [_facts(one, each) for one in sets], "deleted": [str(one.path) for one in gone]}
     return options.answer(asked.json, facts)
 

@@ -186,7 +186,7 @@ def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
         "evaluation loss",
         "sent per replica",
         "bits per parameter and step",
-        "compute utilisation",
+        "compute utilization",
         "training loop",
     )
     table.add_column("strategy", overflow="fold", min_width=16)

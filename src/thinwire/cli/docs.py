@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 import tyro
 
@@ -18,7 +20,7 @@ class Options:
     """The options of `thinwire docs`."""
 
     page: tyro.conf.Positional[str] = ""
-    """A page's name, such as elastic or methods/diloco. Default: the list of pages."""
+    """A page's name, such as elastic or methods/diloco. Default: the list of pages, in groups."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -27,8 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "docs", arguments, "Show a page of the documentation.")
     console, found = options.console(asked.json), pages()
     if not asked.page:
-        for name in found:
-            console.print(f"thinwire docs {name}", highlight=False)
+        for line in listing(found["index"].read_text(encoding="utf-8"), found):
+            console.print(line, highlight=False, markup=False)
         return options.answer(asked.json, {"pages": list(found)})
     name = _named(asked.page, found)
     if name not in found:
@@ -38,6 +40,20 @@ def main(arguments: Sequence[str]) -> int:
     text = found[name].read_text(encoding="utf-8")
     console.print(text, highlight=False, soft_wrap=True)
     return options.answer(asked.json, {"page": name, "text": text})
+
+
+def listing(index: str, found: Collection[str]) -> list[str]:
+    """The groups of docs/index.md, which is the one list of pages: the command that shows each page, and its title. Other pages are last."""
+    lines = []
+    for group, title, name in re.findall(r"^(?:## (.+)|- \[(.+?)\]\((.+?)\.md\).*)$", index, re.MULTILINE):
+        lines += ["", group] if group else [f"  thinwire docs {name:<20} {title}"]
+    others = ", ".join(name for name in found if name != "index" and f"({name}.md)" not in index)
+    return [
+        *lines[1:],
+        "",
+        "One method or trainer each (thinwire docs NAME)",
+        fill(others, 79, initial_indent="  ", subsequent_indent="  "),
+    ]
 
 
 def _named(given: str, found: Collection[str]) -> str:

@@ -20,7 +20,7 @@ from thinwire.cli.checks import CheckResult, warn_unless
 from thinwire.cli.firewall import rules
 from thinwire.codecs import Shapes
 from thinwire.comm import Link, parse_link
-from thinwire.errors import ConfigurationError, ThinwireError
+from thinwire.errors import ConfigurationError, MissingError, ThinwireError
 from thinwire.lm import member
 from thinwire.lm.job import open_job
 from thinwire.lm.placement import Placement
@@ -72,6 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     if asked.firewall:
         print(rules(asked.firewall, asked.master_port))
         return 0
+    if asked.run is not None and not asked.run.exists():
+        raise MissingError(f"{asked.run} is not there; a run file is needed. `thinwire train` writes one as run.toml.")
     link = parse_link(asked.link) if asked.link is not None else None
     console = options.console(asked.json)
     findings = list(examine(asked, link, options.teller(console)))

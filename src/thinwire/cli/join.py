@@ -14,7 +14,7 @@ from rich.console import Console
 from thinwire.cli import options
 from thinwire.cli.capacity import check_capacity
 from thinwire.cli.token import token_of
-from thinwire.cli.training import finish, train
+from thinwire.cli.training import finish, resume_command, saying_how_to_resume, train
 from thinwire.comm.secure import SecureGroup, Token, admit
 from thinwire.comm.secure.keys import check_name, private_folder, write_private
 from thinwire.comm.secure.link import CONNECTED
@@ -114,12 +114,14 @@ def main(arguments: Sequence[str]) -> int:
         run_folder.check_folder(run, folder, begun, asked.name if told.elastic else "*")
         console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
         group = None if told.elastic else _joined(asked, run, console)  # a signal ends the wait at once
+        more, verb = repeated(asked)
         with launch.stopping(stop):
-            if group is None:
-                _train_elastic(asked, run, folder, console, stop)
-            else:
-                _train(asked, run, folder, group, console, stop)
-            return finish(folder, console, asked.json, stop, *repeated(asked))
+            with saying_how_to_resume(folder, resume_command(folder, verb, more)):
+                if group is None:
+                    _train_elastic(asked, run, folder, console, stop)
+                else:
+                    _train(asked, run, folder, group, console, stop)
+            return finish(folder, console, asked.json, stop, more, verb)
 
 
 def repeated(asked: Options) -> tuple[str, str]:

@@ -18,7 +18,7 @@ _TEXT = (
 
 
 def write_report(records: Sequence[RunRecord], out: str | Path) -> Path:
-    """Like `report.report.write_report`, with the utilisation at other rates of the link."""
+    """Like `report.report.write_report`, with the utilization at other rates of the link."""
     return write(records, out, _rates)
 
 

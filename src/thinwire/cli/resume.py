@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 from thinwire.cli import train
 from thinwire.cli.train import Options as Options
 from thinwire.errors import ConfigurationError
 from thinwire.lm import run_folder
+from thinwire.lm.run import OF_A_RUN, PART_OF
 
 
 def main(arguments: Sequence[str]) -> int:
     """`thinwire resume RUN ...` is `thinwire train --resume --out RUN ...`."""
     if arguments and arguments[0] in ("-h", "--help"):
-        print("usage: thinwire resume RUN [options], which is thinwire train --resume --out RUN [options]:\n")
+        names = [name for name, part in PART_OF.items() if part not in ("", "method") and name not in OF_A_RUN]
+        changes = fill(" ".join(f"--{name.replace('_', '-')}" for name in names), 78, break_on_hyphens=False)
+        print("usage: thinwire resume RUN [options], which is thinwire train --resume --out RUN [options].\n")
+        print("It continues from the newest checkpoint that all replicas have, with the settings of RUN/run.toml.")
+        print(f"Options may change how long, where and how it trains on:\n{changes}")
+        print("and --replicas, if the method keeps nothing back from the others. All other settings are of the run;")
+        print("another value is refused by name. --text may name another place of the same text.\n")
         return train.main(arguments)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigurationError(

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from thinwire.cli import options
 from thinwire.cli.capacity import check_capacity, choose_defaults
-from thinwire.cli.training import finish, train, watched
+from thinwire.cli.training import finish, resume_command, saying_how_to_resume, train, watched
 from thinwire.comm import parse_link
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch, run_folder
@@ -158,7 +158,8 @@ def main(arguments: Sequence[str]) -> int:
                 trained = RunRecord.load(folder).summary.steps
                 say(f"finished already, with {trained} steps; to train longer give more --steps")
             else:
-                with _told(asked, run, folder, console):
+                command = resume_command(folder, options=_membership_options(asked))
+                with _told(asked, run, folder, console), saying_how_to_resume(folder, command):
                     train(run, folder, resume, console, stop, asked.joining)
             return finish(folder, console, asked.json, stop, _membership_options(asked))
 
@@ -221,7 +222,8 @@ def _as_rank(
             Progress(folder, run.optimizer.steps, 1, console, sharded=shards > 1) as progress,
         ):
             progress.pass_over()
-            with watched(folder, progress, stop) as tick, watching(tick, 0.2, "thinwire-progress"):
+            again = saying_how_to_resume(folder, resume_command(folder))
+            with again, watched(folder, progress, stop) as tick, watching(tick, 0.2, "thinwire-progress"):
                 launch.train_as_rank(run, folder, resume, stop)
         return finish(folder, console, asked.json, stop)
 

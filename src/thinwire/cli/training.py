@@ -13,8 +13,9 @@ from rich.console import Console
 from thinwire.cli.options import teller
 from thinwire.cli.pages import write_report
 from thinwire.cli.summary import speed_advice, stall_advice, summary_of, without_result
-from thinwire.errors import CheckpointError, ConfigurationError, DataError, ThinwireError
+from thinwire.errors import CheckpointError, ConfigurationError, DataError, LinkError, ThinwireError
 from thinwire.lm import launch, run_folder
+from thinwire.lm.final import of_full_disk
 from thinwire.lm.resuming import cannot_resume, complete
 from thinwire.lm.run import Run
 from thinwire.lm.supervisor import JoiningReplica, train_elastic
@@ -70,6 +71,28 @@ def watched(folder: Path, progress: Progress, stop: launch.Stop) -> Iterator[Cal
         raise CheckpointError(watch.problem)
 
 
+def resume_command(folder: Path, verb: str = "train", options: str = "") -> str:
+    """The whole command that resumes the run in `folder`, which `verb` started with `options` that its run file does not hold."""
+    if launch.torchrun_place() is not None:
+        return "the same torchrun command on each machine, with --resume"
+    begin = f"resume {quoted(folder)}" if verb == "train" else f"{verb} --resume --out {quoted(folder)}"
+    return f"thinwire {begin}{options}"
+
+
+@contextmanager
+def saying_how_to_resume(folder: Path, command: str) -> Iterator[None]:
+    """A context in which the error of replicas that were lost ends with the `command` that resumes the run, if it has a checkpoint."""
+    try:
+        yield
+    except LinkError as error:
+        run = run_folder.run_in(folder)
+        over = complete(run, folder) or cannot_resume(run) or of_full_disk(folder)[1]
+        over = over or any(end in str(error) for end in ("EndedError", " is revoked", "To resume: "))
+        if any(folder.glob("checkpoints/*/step-*")) and not over:
+            error.args = (f"{error}\nTo resume: {command}",)
+        raise
+
+
 def train_to_the_end(run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
     """Train, unless `folder` has this run complete or `stop` is set. An interrupted run resumes from its checkpoint."""
     begun, say = (folder / "events").exists(), teller(console)
@@ -119,11 +142,8 @@ def finish(
         say(told)
     stopped = record.status.startswith("stopped")
     if stopped:
-        again = f"thinwire {verb} --resume --out {quoted(folder)}{options}"
-        if launch.torchrun_place() is not None:
-            again = "the same torchrun command on each machine, with --resume"
         why = cannot_resume(Run.load(folder / "run.toml"))
-        say(why or f"to resume: {again}")
+        say(why or f"to resume: {resume_command(folder, verb, options)}")
     if as_json:
         print(json.dumps(summary))
     if told := without_result([record]):

@@ -39,7 +39,7 @@ class LinkedGroup(WrappedGroup):
     """`group` with `link` as this replica's uplink. Every replica must wrap its group.
 
     `busy_seconds` is the total time for which messages occupy the uplink, booked ones included; divided by the wall time it is the link's
-    utilisation. The `timeout` of the carrier must be longer than the time that messages spend on a peer's link.
+    utilization. The `timeout` of the carrier must be longer than the time that messages spend on a peer's link.
 
     Args:
         group: carries the messages.

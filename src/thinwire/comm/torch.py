@@ -37,7 +37,7 @@ from thinwire.comm.sockets import kept_from_children, listen, listening, loopbac
 from thinwire.errors import ConfigurationError, LinkError
 
 _NEVER = FINISH + 1  # a tag that no message has
-_LEFT_ADVICE = "See the end of its log, then resume from a checkpoint."
+_LEFT_ADVICE = "See there why, then start all replicas again from their last checkpoints."
 _SEND, _RECEIVE = "send to", "receive from"
 
 
@@ -230,11 +230,11 @@ class TorchGroup:
         if "Timed out" in str(error):
             return (
                 f"could not {what} within {self.timeout:g} s: the link is cut, or the peer is late. "
-                "This group cannot be used any more: leave, check that replica, and resume from a checkpoint, "
-                "with a longer timeout if it was only late."
+                "This group cannot be used any more: leave, check that replica, and start all again from their last "
+                "checkpoints, with a longer timeout if it was only late."
             )
         if "Application timeout" in str(error):
-            return f"could not {what}: an earlier time-out ended this group. Resume from a checkpoint."
+            return f"could not {what}: an earlier time-out ended this group. Start all replicas again from their last checkpoints."
         return f"could not {what}: it has left or crashed ({_first_line(error)}). {_LEFT_ADVICE}"
 
     def _closed_error(self) -> LinkError:

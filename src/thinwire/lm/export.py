@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from thinwire.errors import CheckpointError, ConfigurationError, ModelError
+from thinwire.errors import CheckpointError, ConfigurationError, MissingError, ModelError
 from thinwire.lm.adapters import merge_adapters, save_adapters
 from thinwire.lm.huggingface import HuggingFace, save_model
 from thinwire.lm.model import SIZES, Transformer
@@ -42,7 +42,7 @@ def metadata_of(path: str | Path) -> Mapping[str, Any]:
             tables = () if wrong else _tables(said)
             rows = {name: file.get_slice(f"{name}.weight").get_shape()[0] for name in tables}
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError) as error:
-        raise ModelError(
+        raise (MissingError if isinstance(error, FileNotFoundError) else ModelError)(
             f"{path} cannot be read as a model of `thinwire train` ({type(error).__name__}: {error}); give the model.safetensors of a run folder."
         ) from None
     wrong += [f"{name} of {count} rows" for name, count in rows.items() if count != said[_ROWS[name]]]

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,7 @@ def hugging_face(
     try:
         if stored:
             with _quiet(transformers):
-                model = kind.from_pretrained(str(source), **fp32, **_from(str(source))).float()
+                model = kind.from_pretrained(str(source), **fp32, **_from(source)).float()
             return HuggingFace(model.train(), config)  # it comes in evaluation mode
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -209,14 +209,14 @@ class Pretrained:
 
 
 def _from(source: str | Path) -> dict[str, bool]:
-    """Options of `from_pretrained`: no code of the model's own is run, nor is its user asked. Raises `OSError` if something in the folder is
-    no file, which transformers would wait for.
+    """Options of `from_pretrained`: no code of the model's own is run, nor is its user asked, and a folder, or a name of a hub that does not
+    answer, must be on this machine. Raises `OSError` if something in the folder is no file, which transformers would wait for.
     """
     folder = Path(source)
     for path in folder.iterdir() if folder.is_dir() else ():
         if not (path.is_file() or path.is_dir()):
             raise OSError(f"{path} is no regular file")
-    return {"trust_remote_code": False, "local_files_only": folder.is_dir()}
+    return {"trust_remote_code": False, "local_files_only": folder.is_dir() or bool(_silence_of_hub(str(source)))}
 
 
 def _in_fp32(config: Any) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _configuration(
         if fresh_kind:
             config = transformers.AutoConfig.for_model(str(source), **(known | options))
         elif not given:
-            config = transformers.AutoConfig.from_pretrained(str(source), **_from(folder))
+            config = transformers.AutoConfig.from_pretrained(str(source), **_from(source))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"model {str(source)!r}: {_why(source, error)}; a folder with config.json, a hub name or a kind of model such as 'llama' is "
@@ -283,9 +283,26 @@ def _configuration(
     return config, not given and not fresh_kind and has_weights(str(source))
 
 
+@cache
+def _silence_of_hub(name: str) -> str:
+    """Why the hub cannot be asked for `name`; "" if it answers. One request: transformers tries each file for most of a minute."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        HfApi().model_info(name, timeout=10)
+    except (HfHubHTTPError, HFValidationError):  # an answer, or no name of a hub: transformers says more of it
+        return ""
+    except Exception as error:  # unlike kinds in unlike releases of huggingface_hub; also if it is told to be offline
+        return (str(error) or type(error).__name__).splitlines()[0]
+    return ""
+
+
 def _why(source: object, error: Exception) -> str:
     """The reason why transformers found nothing. A missing path is reported as such, not as an invalid name of the hub."""
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(source)) and not Path(str(source)).is_dir():
         return "there is no such folder"
+    if not Path(str(source)).is_dir() and "/" in str(source) and (silence := _silence_of_hub(str(source))):
+        return f"the hub does not answer ({silence}), and this machine has no copy"
     first = str(error).splitlines()[0].split(" Should contain one of")[0]  # several hundred names follow
     return first.rstrip(".")

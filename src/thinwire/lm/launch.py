@@ -351,7 +351,7 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], run: Run, folder: Pa
     saved = all(checkpoint.found_in(folder / f"checkpoints/replica-{rank}") for rank in range(len(codes)))
     whole = saved and not any("CheckpointError" in line for line in lines)
     full, kept = of_full_disk(folder)
-    advice = f" `thinwire resume {quoted(folder)}` continues from the last checkpoint." if whole and not kept else ""
+    advice = f" To resume: thinwire resume {quoted(folder)}" if whole and not kept else ""
     if complete(run, folder):
         advice = f" The run has ended: its trained model is in {folder}."
     return "\n".join(

@@ -113,9 +113,22 @@ class Architecture:
         return 6 * multiplied + 12 * self.layers * self.width * (sequence or self.context)
 
 
+PAPERS_VOCABULARY = 32_000  # tokens
+
+
 def _paper(layers: int, heads: int) -> Architecture:
     """A row of the paper's table of architectures: 64 numbers per head, vocabulary 32,000, sequence 2,048."""
-    return Architecture(layers, 64 * heads, heads, vocabulary=32_000, context=2048)
+    return Architecture(layers, 64 * heads, heads, vocabulary=PAPERS_VOCABULARY, context=2048)
+
+
+def text_of_size(name: str, parameters: int) -> str:
+    """What a size's name means, if the model has fewer parameters than its name says: it has another vocabulary than the paper's."""
+    shape = SIZES.get(name)
+    if shape is None or shape.vocabulary != PAPERS_VOCABULARY or parameters > 0.9 * shape.parameters():
+        return ""
+    return (
+        f"{name} is the paper's, {shape.parameters() / 1e6:,.1f} M with its vocabulary of {shape.vocabulary:,} tokens"
+    )
 
 
 SIZES: dict[str, Architecture] = {

@@ -41,6 +41,15 @@ OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "guard", "
 OF_A_CHECKPOINT = ("replicas", "seed", "model", "models", "lora", "positions", "tokenizer", "optimizer")
 # with text too: a replica's position in it follows from the number of the micro-batch
 OF_THE_TEXT = ("sequence", "accumulate")
+OF_A_RUN = (
+    *OF_A_CHECKPOINT,
+    *OF_THE_TEXT,
+    "batch",
+    "job",
+    "own_text",
+    "clip",
+    *OF_THE_RECIPE,
+)  # `unlike` compares them
 LR = 6e-3  # peak learning rate of models without a known width
 # factor and power of the peak rate on the built-in sizes, such as 10.24 / width^1.5; docs/log.md has the experiments
 LR_AND_WIDTH: dict[type[Inner], tuple[float, float]] = {AdamW: (10.24, 1.5), Muon: (1.92, 1.0)}

@@ -95,12 +95,8 @@ def train_elastic(
     given_up = [f"{replica.name}: {replica.given_up}" for replica in replicas if replica.given_up]
     if given_up and not any(replica.finished for replica in replicas):
         raise_for_job(replica.given_up for replica in replicas)
-        over = all("EndedError" in words or words.endswith(" is revoked") for words in given_up)
-        whole = not over and any(folder.glob("checkpoints/*/step-*")) and not of_full_disk(folder)[1]
-        advice = " Resume from the last checkpoints with --resume." if whole else ""
-        raise LinkError(
-            "\n".join([f"All that the replicas printed is in {folder / 'logs'}.{advice}", *dict.fromkeys(given_up)])
-        )
+        printed = f"All that the replicas printed is in {folder / 'logs'}."
+        raise LinkError("\n".join([printed, *dict.fromkeys(given_up)]))
 
 
 @dataclass

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from thinwire.errors import ConfigurationError, DataError
+from thinwire.errors import ConfigurationError, DataError, MissingError
 from thinwire.records.files import parsed
 
 PLAIN, LINES, TABLES = (".txt", ".md", ".py"), (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
@@ -86,7 +86,7 @@ def find(
         if not given.is_dir():
             if given.exists():
                 raise DataError(f"{given} is a pipe or a device; a file or folder is needed. Write the text to a file.")
-            raise DataError(f"{given}: a file or folder that exists is needed. Check the path.")
+            raise MissingError(f"{given}: a file or folder that exists is needed. Check the path.")
         left_out = PassedOver() if passed_over is None else passed_over
         for name in sorted(_names(given, without, left_out)):
             if reason := _reason_to_pass_over(given / name, column):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.errors import ConfigurationError, DataError
+from thinwire.errors import ConfigurationError, DataError, MissingError
 from thinwire.records.files import contents
 
 MOST_VOCABULARY = 1 << 24
@@ -131,7 +131,7 @@ class BPE:
         try:
             trained = Trained.from_str(contents(self.file))
         except Exception as error:  # the Rust side raises bare Exception for every fault
-            raise DataError(
+            raise (DataError if self.file.exists() else MissingError)(
                 f"{self.file}: {error}; the JSON file of a trained tokenizer is needed. Check the path, or train it again."
             ) from error
         if trained.token_to_id(END) != self.end:

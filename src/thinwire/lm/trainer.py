@@ -232,7 +232,7 @@ class Trainer(ABC):
         if isinstance(gone, LinkError) and not asked:
             path = self._export(".stale")
             gone = LinkError(
-                f"{gone} They are in {path} and are not the final model: --resume when the others are there."
+                f"{gone} They are in {path} and are not the final model; resume when the others are there."
             )
         self.log.emit(
             "stop", replica.step, reason=f"asked to stop; {self.who_stops} after this step" if asked else str(gone)

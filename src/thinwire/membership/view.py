@@ -20,7 +20,7 @@ from thinwire.membership.channel import (
 )
 from thinwire.membership.channel import NAME
 from thinwire.membership.commit import Electorate, VoteStore, ballot, carry_out, keys_of, view_id
-from thinwire.version import Protocols, common
+from thinwire.version import Protocols, common, unlike_releases
 
 Observe = Callable[[str, Mapping[str, Any]], None]
 SPEAKS = "protocols"  # the fact that need not be equal: that ranges overlap is enough
@@ -208,10 +208,16 @@ def _speaks(presence: Presence, number: int | None) -> bool:
 
 
 def difference(there: Mapping[str, str], here: Mapping[str, str], where: str = "here") -> str:
-    """The first fact that differs, with both values; protocols last, with what to do."""
-    names = [n for n in [*settings(here), *settings(there), SPEAKS] if here.get(n) != there.get(n)]
+    """The first fact that differs, with both values, and both releases if they differ; protocols without a common one before all, with what
+    to do.
+    """
+    names = [n for n in [*settings(here), *settings(there)] if here.get(n) != there.get(n)]
+    stated = there.get(SPEAKS, "absent"), here.get(SPEAKS, "absent")
+    if not names or (stated[0] != stated[1] and not common([*map(Protocols.parse, stated)])):
+        said = f"{SPEAKS}: {stated[0]} there, {stated[1]} {where}"
+        return f"{said}; install one release on all, or one that speaks a protocol of each"
     said = f"{names[0]}: {there.get(names[0], 'absent')} there, {here.get(names[0], 'absent')} {where}"
-    return said if names[0] != SPEAKS else f"{said}; install one release on all, or one that speaks a protocol of each"
+    return f"{said}{unlike_releases(*stated, where)}"
 
 
 def _the_other(presence: Presence) -> str:

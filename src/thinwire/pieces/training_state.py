@@ -162,7 +162,7 @@ def _alike(now: Any, saved: Any) -> bool:
     if type(now) is not type(saved):
         return False
     if isinstance(now, Tensor):
-        return now.shape == saved.shape and now.device == saved.device
+        return bool(now.shape == saved.shape and now.device == saved.device)
     if isinstance(now, list | tuple):
         return len(now) == len(saved) and all(map(_alike, now, saved))
     if isinstance(now, dict):

@@ -1,4 +1,4 @@
-"""The time that a strategy costs on given links: the utilisation of a period, and methods that cannot work. *Predicted*.
+"""The time that a strategy costs on given links: the utilization of a period, and methods that cannot work. *Predicted*.
 
 All replicas take their steps together, at the pace of the slowest one. The slowest wire carries one round after the
 other. A closed form exists only while no flight is late, so departures and landings of a few periods are followed in
@@ -152,7 +152,7 @@ def _events(schedule: Schedule, fragments: int, eager: bool) -> tuple[tuple[int,
 
 @dataclass(frozen=True)
 class Refusal:
-    """A method that cannot work over these links, and its predicted utilisation."""
+    """A method that cannot work over these links, and its predicted utilization."""
 
     what: str
     because: str

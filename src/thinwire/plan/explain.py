@@ -15,7 +15,8 @@ from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.simulate.pipeline import pipeline_seconds
 
 MOST_NAMED = 5  # of one kind are named
-USELESS_UTILIZATION = 0.5  # utilisation below which something is refused outright
+NO_LOSS = "the laws predict losses of language models, and none of a job"
+USELESS_UTILIZATION = 0.5  # utilization below which something is refused outright
 
 
 def sentence(setting: Setting, best: Setting) -> str:
@@ -89,6 +90,11 @@ def warnings(task: Task, best: Setting) -> list[str]:
     links = task.links
     said = [str(warning) for warning in dict.fromkeys((*best.loss.warnings, *best.warnings))]
     chosen = set(best.places)
+    if len(chosen) == 1 and len(links) > 1:
+        said.append(
+            f"one-replica-alone: by these figures no second machine helps a step of {text_of_seconds(best.step_seconds)}; plan a larger batch or "
+            "model, or faster links, for replicas that gain from each other"
+        )
     for a, b in links.asymmetric():
         if {a, b} <= chosen and len(chosen) > 1:
             there, back = links.alone[a, b].bits_per_second, links.alone[b, a].bits_per_second

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.errors import DataError
+from thinwire.errors import DataError, MissingError
 from thinwire.records.choices import listed
 from thinwire.records.files import contents, parsed
 from thinwire.records.printable import reason
@@ -78,7 +78,7 @@ class Ladder:
         except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
             known = isinstance(error, OSError | ValueError | csv.Error)
             why = reason(error) if known else "its rows have unlike columns"
-            raise DataError(
+            raise (MissingError if isinstance(error, FileNotFoundError) else DataError)(
                 f"{path} cannot be read as a ladder of runs ({why}); a CSV with a header, or a JSON list of objects, "
                 "with loss and parameters (and replicas, every, tokens, ...) is needed."
             ) from None

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.errors import DataError
+from thinwire.errors import DataError, MissingError
 from thinwire.records.clocks import Offset
 from thinwire.records.events import event_files
 from thinwire.records.files import contents, parsed
@@ -53,7 +53,7 @@ class RunRecord:
             return _latest[1]
         if not paths:
             why = "is no run folder: it has no events/*.jsonl" if folder.exists() else "does not exist"
-            raise DataError(f"{folder} {why}. Give the folder that `thinwire train` wrote.")
+            raise MissingError(f"{folder} {why}. Give the folder that `thinwire train` wrote.")
         records = ReplicaRecord.load_all(paths)
         read = {record.called for record in records}
         unread = [path for path in paths if path.stem not in read and path.stat().st_size]

@@ -10,7 +10,7 @@ from thinwire.records.units import text_of_bits, text_of_loss, text_of_nbytes, t
 
 @dataclass(frozen=True)
 class Summary:
-    """The numbers of a run: bytes, utilisation and stalls are the replicas' means, wall is the slowest one's.
+    """The numbers of a run: bytes, utilization and stalls are the replicas' means, wall is the slowest one's.
 
     `tokens` and `deltas_clipped` are all replicas' together. The fields are the keys of an `end` event's summary and of `summary.json`. The last
     six are of replicas that come and go (`participation.py`): means over the run, rounds, and sums over the replicas of this folder.
@@ -51,7 +51,7 @@ class Summary:
             ("evaluation loss", text_of_loss(self.eval_loss)),
             ("sent per replica", text_of_nbytes(self.wire_bytes_sent)),
             ("bits per parameter and step", text_of_bits(self.bits_per_parameter_per_step)),
-            ("compute utilisation", text_of_share(self.compute_utilization)),
+            ("compute utilization", text_of_share(self.compute_utilization)),
             ("training loop", text_of_seconds(self.wall_seconds)),
             ("stalled per replica", text_of_seconds(self.stall_seconds)),
         ]

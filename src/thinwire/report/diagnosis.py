@@ -16,7 +16,7 @@ from rich.text import Text
 
 from thinwire.diagnosis import Finding, Record, Rules, Seen, Syndrome, Watch, stuck
 from thinwire.diagnosis.measure import Cell, Reading
-from thinwire.errors import DataError, PacketError
+from thinwire.errors import DataError, MissingError, PacketError
 from thinwire.records.events import Event, Tail, being_written, event_files
 from thinwire.records.participation import CARRIER
 from thinwire.records.run_record import provenance_of
@@ -97,7 +97,7 @@ def diagnose(folder: str | Path) -> Diagnosis:
     if not logs:
         unread = ", ".join(str(path) for path in paths if path.stat().st_size)
         why = f": no start of a run is in {unread}" if unread else " holds no events/*.jsonl of a run"
-        raise DataError(f"{folder}{why}. Give the folder that `thinwire train` wrote.")
+        raise (DataError if unread else MissingError)(f"{folder}{why}. Give the folder that `thinwire train` wrote.")
     return _diagnosis(logs)
 
 

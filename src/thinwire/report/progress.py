@@ -302,7 +302,6 @@ def final_table(record: RunRecord) -> Table:
     table = Table(title=Text(record.name), box=None, show_header=False, title_justify="left", pad_edge=False)
     for what, value in record.summary.figures():
         table.add_row(Text(what), Text(value, style="bold"), Text(record.summary.provenance, style="dim"))
-    table.add_row(Text("score"), Text(record.score().text()), Text(record.summary.provenance, style="dim"))
     table.add_row(Text("status"), Text(record.status), "")
     return table
 

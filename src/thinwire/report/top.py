@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.errors import DataError
+from thinwire.errors import MissingError
 from thinwire.records.clocks import Offset, offsets_of, text_of_clocks, timed_records
 from thinwire.records.events import Event, Tail, being_written, event_files, recent_events
 from thinwire.records.fragments import fragments_of
@@ -273,7 +273,7 @@ def _run_in(folder: Path) -> Path:
         return folder
     logs = sorted(folder.glob("*/events/*.jsonl"), key=lambda path: path.stat().st_mtime)
     if not logs:
-        raise DataError(
+        raise MissingError(
             f"{folder} holds no run: there is no events/replica-0.jsonl in it, nor in a folder of it. Give the folder that "
             "`thinwire train` wrote, or the one above."
         )

@@ -20,7 +20,7 @@ from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, local
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
-from thinwire.version import PROTOCOLS, Protocols, common
+from thinwire.version import PROTOCOLS, Protocols, common, unlike_releases
 
 _SPEAKS, _NOTES = "protocols", "notes"
 _CLOSED = 1 << 62  # is added to the number of a replica that left before it had finished
@@ -106,7 +106,8 @@ def compare_settings(group: Group, facts: Mapping[str, Any], notes: Mapping[str,
             if first.get(name) != other.get(name):
                 raise DisagreementError(
                     f"replica {rank} does not fit replica 0: {name}: {other.get(name, 'absent')} there, {first.get(name, 'absent')} "
-                    "on replica 0. Nothing was trained. Give every replica the same code, model and settings."
+                    f"on replica 0{unlike_releases(texts[rank], texts[0], 'on replica 0')}. Nothing was trained. Give every replica the same "
+                    "code, model and settings."
                 )
     for rank, theirs in enumerate(noted):
         for name in [*noted[0], *theirs]:

@@ -1,4 +1,4 @@
-"""Figures of the studies, such as compute utilisation against the link's rate with a curve for each method (the paper's figure)."""
+"""Figures of the studies, such as compute utilization against the link's rate with a curve for each method (the paper's figure)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_FLOWS = 64  # end of the fabric's axis
 
 
 def utilization_chart(study: Study, methods: tuple[str, ...]) -> Chart:
-    """Compute utilisation against the rate of the link, a curve for each method; simulated.
+    """Compute utilization against the rate of the link, a curve for each method; simulated.
 
     The rates reach from a third of the lowest at which a method computes half of the time to three times the highest at
     which one computes 99 % of it.
@@ -49,11 +49,11 @@ def utilization_chart(study: Study, methods: tuple[str, ...]) -> Chart:
         for method in methods
     ]
     x = {"title": {"text": "link, Gbit/s"}, "type": "log"}
-    return chart(data, x, share_axis("compute utilisation (simulated)"), study.convention())
+    return chart(data, x, share_axis("compute utilization (simulated)"), study.convention())
 
 
 def pipeline_chart(stages: int, micro_batches: int, forward: float, backward: float) -> Chart:
-    """Utilisation of equal pipeline stages against the time of a hop, simulated and by three closed forms.
+    """Utilization of equal pipeline stages against the time of a hop, simulated and by three closed forms.
 
     A hop takes from 0 to three times a stage's forward and backward pass.
 
@@ -236,7 +236,7 @@ def share_axis(title: str) -> Json:
     Args:
         title: of the axis.
 
-    >>> share_axis("utilisation")["tickformat"]
+    >>> share_axis("utilization")["tickformat"]
     '.0%'
     """
     return {"title": {"text": title}, "range": [0, 1.02], "tickformat": ".0%"}
@@ -253,7 +253,7 @@ def chart(data: Sequence[Json], x: Json, y: Json, *remarks: str) -> Chart:
         remarks: sentences below the chart.
 
     >>> line = curve(np.array([0.0, 1.0]), np.array([2.0, 3.0]), "loss", 0, "%{y}")
-    >>> chart([line], {}, share_axis("utilisation"), "simulated").remarks
+    >>> chart([line], {}, share_axis("utilization"), "simulated").remarks
     ('simulated',)
     """
     if x.get("type") == "log" and "tickvals" not in x:

@@ -30,7 +30,7 @@ def load(parameters: float, bits_per_parameter: float, bits_per_second: float, s
 
 
 def floor_bits_per_second(parameters: float, bits_per_parameter: float, every: int, step_seconds: float) -> float:
-    """B ≥ κ·b·N / (H·T): below this rate no schedule and no overlap reaches full utilisation. It always holds.
+    """B ≥ κ·b·N / (H·T): below this rate no schedule and no overlap reaches full utilization. It always holds.
 
     H is the real period: the rounded one, if a schedule rounds it. For several parallel links, B is their sum.
 
@@ -47,7 +47,7 @@ def floor_bits_per_second(parameters: float, bits_per_parameter: float, every: i
 
 
 def most_utilization(load: float, every: int) -> float:
-    """U ≤ min(1, H/c): the same bound, as utilisation. It is reached if the delay is long enough.
+    """U ≤ min(1, H/c): the same bound, as utilization. It is reached if the delay is long enough.
 
     Args:
         load: number c of steps that the link needs for one exchange of the whole model.

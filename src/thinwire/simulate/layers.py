@@ -1,6 +1,6 @@
 """Layer by layer: forward and backward passes of one replica against one link, for many rates of that link at once.
 
-The model is that of Streaming DiLoCo's study of compute utilisation (arXiv 2501.18512, §3.1 and appendix): replicas
+The model is that of Streaming DiLoCo's study of compute utilization (arXiv 2501.18512, §3.1 and appendix): replicas
 are alike, so one stands for all. Layers are equal; a forward pass takes a third of the step, a backward pass the rest.
 A layer of a departing fragment is sent when its backward pass ends. The link carries one message at a time, first in first out, without
 latency. The layer's forward pass in step t + 1 + τ waits until it has arrived. The strategy's own schedule gives the fragments that
@@ -81,7 +81,7 @@ class _Layer(nn.Module):
 def compute_utilization(stack: Stack, strategy: Strategy, bits_per_parameter: float, bits_per_second: Floats) -> Floats:
     """Seconds in inner steps over seconds, in the long run; simulated for many rates of the link at once.
 
-    No time grows when the rate does, so utilisation never falls with it. Cost: a few operations on arrays [B] for every
+    No time grows when the rate does, so utilization never falls with it. Cost: a few operations on arrays [B] for every
     layer that is sent, until the pattern repeats.
 
     Args:

@@ -1,4 +1,4 @@
-"""The rate that a link needs for a given compute utilisation: the study of Streaming DiLoCo (arXiv 2501.18512, Table 4)."""
+"""The rate that a link needs for a given compute utilization: the study of Streaming DiLoCo (arXiv 2501.18512, Table 4)."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Study:
         return [float(PAPER_GRID[np.argmax(used >= t)]) if (used >= t).any() else None for t in targets]
 
     def rates(self, method: str, targets: Sequence[float] = TARGETS) -> list[float]:
-        """For each target the least rate that reaches it, to seven digits; utilisation rises with the rate."""
+        """For each target the least rate that reaches it, to seven digits; utilization rises with the rate."""
         alone = self.bits(method) * self.stack.parameters / self.stack.step_seconds  # one exchange takes one step
         low, high = (np.full(len(targets), alone * decades) for decades in (1e-8, 1e6))
         for _ in range(PASSES):

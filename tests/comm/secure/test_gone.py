@@ -78,5 +78,5 @@ def test_a_hub_that_was_restored_from_a_copy_without_the_group_says_so(tmp_path)
                     told = [str(waits_for(group, 1 - group.rank)) for group in (bergen, oslo)]
             for group in groups:
                 group.result().close()
-    due = "the hub does not know this group: it was started from an older copy of its folder; start all replicas again with --resume"
+    due = "the hub does not know this group: it was started from an older copy of its folder; start all replicas again from their last checkpoints"
     assert told == [due] * 2

@@ -18,6 +18,7 @@ from thinwire.cli import figures, options
 from thinwire.comm import Link, quantities
 from thinwire.comm.secure.token import HUB_PORT
 from thinwire.errors import ConfigurationError
+from thinwire.lm.model import text_of_size
 from thinwire.lm.run import Run
 from thinwire.membership.channel import LIGHTHOUSE_PORT
 from thinwire.plan import exchanges, explain
@@ -32,7 +33,7 @@ from thinwire.plan.sharding import Shards, traffic
 from thinwire.plan.targets import Targets, meeting
 from thinwire.records.files import check_place
 from thinwire.records.printable import printable, quoted
-from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
+from thinwire.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
 from thinwire.report.charts import Chart
 from thinwire.report.terminal import waiting
 
@@ -120,6 +121,9 @@ def main(arguments: Sequence[str]) -> int:
     check_place(asked.out)
     degrees, levels = _degrees_and_levels(asked)
     console, task = options.console(asked.json), _task(asked)
+    if task.base.model.job and (asked.loss is not None or asked.frontier):
+        aim = "--frontier" if asked.loss is None else f"--loss {asked.loss:g}"
+        raise ConfigurationError(f"{aim} with the job {task.base.model.job}: {explain.NO_LOSS}; leave it out.")
     deadline = quantities.seconds(asked.deadline) if asked.deadline is not None else None
     targets = Targets(asked.utilization, deadline, asked.loss)
     with waiting(console, "pricing settings"):
@@ -200,8 +204,9 @@ def _rows(found: Sequence[Setting], top: int) -> list[Setting]:
 
 def _table(rows: Sequence[Setting], task: Task) -> Table:
     shape = shape_of(task.base)
+    named = text_of_size(task.base.model.model, shape.parameters())
     title = (
-        f"{task.base.model.label}, {text_of_count(shape.parameters())} parameters, {text_of_count(task.tokens)} tokens, "
+        f"{task.base.model.label}, {text_of_count(shape.parameters())} parameters{f' ({named})' * bool(named)}, {text_of_count(task.tokens)} tokens, "
         f"up to {len(task.links)} replicas on links that were {task.links.word} (predicted)"
     )
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -218,12 +223,17 @@ def _table(rows: Sequence[Setting], task: Task) -> Table:
             text_of_count(setting.useful_tokens_per_second), text_of_rate(setting.bits_per_second),
             text_of_nbytes(setting.memory_nbytes), _loss(setting), text_of_seconds(setting.seconds),
         )  # fmt: skip
-    table.caption = "batch: sequences × micro-batches of a replica · useful: in tokens of data-parallel training · (loss): outside the laws"
+    losses = f"loss: {explain.NO_LOSS}" if task.base.model.job else "(loss): outside the laws"
+    table.caption = (
+        f"batch: sequences × micro-batches of a replica · useful: in tokens of data-parallel training · {losses}"
+    )
     return table
 
 
 def _loss(setting: Setting) -> str:
-    """A prediction as text, in parentheses if it is outside of the fitted range."""
+    """A prediction as text, in parentheses if it is outside of the fitted range. The laws are of language models alone."""
+    if setting.run.model.job:
+        return NOTHING
     return f"({setting.loss.value:.3f})" if setting.loss.warnings else f"{setting.loss.value:.3f}"
 
 
@@ -332,7 +342,7 @@ def _facts(rows: Sequence[Setting], best: Setting, task: Task, path: Path) -> di
                 "tokens_per_second": setting.tokens_per_second, "useful_tokens_per_second": setting.useful_tokens_per_second,
                 "bits_per_second": setting.bits_per_second, "period_nbytes": setting.period_nbytes,
                 "memory_nbytes": setting.memory_nbytes, "memory_limit_nbytes": setting.memory_limit,
-                "loss": setting.loss.value, "density": setting.density, "seconds": setting.seconds,
+                "loss": None if task.base.model.job else setting.loss.value, "density": setting.density, "seconds": setting.seconds,
                 "reason": explain.sentence(setting, best),
             }
             for setting in rows

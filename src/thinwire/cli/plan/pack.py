@@ -12,7 +12,7 @@ from rich.table import Table
 
 from thinwire.cli import options
 from thinwire.data_ledger.packs import attention_cost
-from thinwire.errors import ConfigurationError, DataError
+from thinwire.errors import ConfigurationError, DataError, MissingError
 from thinwire.lm.model import SIZES
 from thinwire.plan.links import store
 from thinwire.plan.packing import Packing, in_order, pack
@@ -69,7 +69,8 @@ def _lengths(path: Path) -> list[int]:
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {reason(error)}; whole numbers of tokens, one per line, are needed.") from None
+        kind = MissingError if isinstance(error, FileNotFoundError) else DataError
+        raise kind(f"{path}: {reason(error)}; whole numbers of tokens, one per line, are needed.") from None
 
 
 def _most(packing: Packing) -> int:

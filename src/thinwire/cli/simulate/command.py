@@ -9,7 +9,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.records.choices import nearest
 
 STUDIES = {
-    "utilization": "the rate that a link needs for a given compute utilisation, layer by layer (the paper's table)",
+    "utilization": "the rate that a link needs for a given compute utilization, layer by layer (the paper's table)",
     "run": "a run file, or any strategy: replicas, links, stragglers and failures, step by step",
     "pipeline": "stages joined by slow hops: one step of 1F1B, beside closed forms",
     "fabric": "flows through leaves and spines: random paths (ECMP), splitting, spraying, failed spines",

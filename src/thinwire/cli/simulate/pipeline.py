@@ -46,7 +46,7 @@ class Options:
     slower: tuple[float, ...] = (1.0,)
     """Factors by which each stage takes longer; the list is repeated."""
     plot: Path | None = None
-    """Draw utilisation against the hop's time, equal stages: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
+    """Draw utilization against the hop's time, equal stages: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

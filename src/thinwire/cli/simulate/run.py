@@ -258,7 +258,7 @@ def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any
     title = f"{summary['strategy']}, {summary['replicas']} replicas, {summary['steps']:,} inner steps (simulated)"
     table = options.table(title)
     table.add_column("replica", no_wrap=True)
-    for head in ("step", "uplink", "utilisation", "stalled", "sent", "training loop", "link in use"):
+    for head in ("step", "uplink", "utilization", "stalled", "sent", "training loop", "link in use"):
         table.add_column(head, justify="right")
     shares = range(scenario.replicas) if scenario.shares is None else scenario.shares
     order = np.argsort(outcome.stall_seconds, kind="stable")[::-1]

@@ -49,13 +49,13 @@ class Options:
     grid: Literal["fine", "paper"] = "fine"
     """fine: exact thresholds of a long run. paper: the first of 50 rates between 0.1 and 1000 Gbit/s, in about 300 steps."""
     plot: Path | None = None
-    """Draw utilisation against rate: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
+    """Draw utilization against rate: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    description = "The rate that a link needs for a compute utilisation of 50, 80, 90, 95 and 99 % (simulated)."
+    description = "The rate that a link needs for a compute utilization of 50, 80, 90, 95 and 99 % (simulated)."
     asked = options.read(Options, "simulate utilization", arguments, description)
     stack = Stack(asked.parameters, asked.layers, asked.step_seconds)
     study = Study(stack, asked.every, asked.delay, asked.fragment_layers, asked.bits_per_parameter)
@@ -96,7 +96,7 @@ def _title(study: Study) -> str:
 
 def _table(study: Study, rows: Sequence[dict[str, Any]], grid: str) -> Table:
     means = "first rate of the paper's grid" if grid == "paper" else "least rate"
-    table = options.table(f"{_title(study)}\nGbit/s for a compute utilisation of … (simulated; {means})")
+    table = options.table(f"{_title(study)}\nGbit/s for a compute utilization of … (simulated; {means})")
     table.caption = study.convention() + "\nfloor: below it every schedule must wait (predicted)"
     table.add_column("method", no_wrap=True)
     for head in (*(f"{target:.0%}" for target in TARGETS), "floor", "bits", "period", "delay", "fragments"):

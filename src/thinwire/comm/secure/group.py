@@ -22,7 +22,7 @@ from thinwire.comm.secure.upload import HubUploader
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 
 FAREWELL_SECONDS = 30.0  # most seconds that a closing group waits until requested messages have arrived
-_ADVICE = "Read the end of its log, then start all replicas again with --resume."
+_ADVICE = "See there why, then start all replicas again from their last checkpoints."
 
 
 class _SecureTransfer:

@@ -41,7 +41,9 @@ PAYLOAD = 0.93  # share of the rate for chunks; the rest is for headers (TCP, TL
 LATE_SECONDS = 10.0  # after this wait, a packet is sent to the receivers that have requested it, without the others
 ANSWERS = 4096  # control frames that wait to be sent, with which a peer that floods this member gets no more answers
 CONNECTED = "is connected to the hub"  # the state of a link
-_REVOKED = "Another replica takes its place (thinwire docs secure); then start all again with --resume."
+_REVOKED = (
+    "Another replica takes its place (thinwire docs secure); then start all replicas again from their last checkpoints."
+)
 _REDUCER_GONE = "Its log is reducer.txt in the hub's folder; start the hub again if the reducer's process has ended."
 AWAY_SECONDS = 3.0  # a member, or the hub, that is away for so long is named
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # seconds before the next attempt; a restarted hub waits for `ELASTIC_PATIENCE`
@@ -285,7 +287,7 @@ class HubLink:
                 f"the hub has a group of {len(welcome.names)} members; {self._size} were expected; give all the same number of replicas"
             )
         if self._place is not None and (welcome.group, welcome.rank) != (self._place.group, self._place.rank):
-            again = "; start all replicas again with --resume" * self._insists
+            again = "; start all replicas again from their last checkpoints" * self._insists
             raise Refused(f"the hub does not know this group: it was started from an older copy of its folder{again}")
         self._place, self.state = welcome, CONNECTED
         for rank, connection in welcome.present:
