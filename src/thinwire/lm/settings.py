@@ -236,8 +236,8 @@ class ModelSpec(CheckedSettings):
     at_least_one: ClassVar[tuple[str, ...]] = ("lora",)
 
     model: str = "tiny"
-    """A size (nano, tiny, 2m, mini; 35m, 100m, 200m, 300m, 500m, 1b, 4b: the papers' names for layers and widths), RUN/model.safetensors to train a
-    model further, or hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
+    """A size (nano, tiny, 2m, mini; 35m, 100m, 200m, 300m, 500m, 1b, 4b: the paper's names for layers and widths),
+    RUN/model.safetensors to train a model further, or hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
     models: tuple[str, ...] = ()
     """codistill: the model of each replica, such as tiny 2m mini, instead of one for all. All need the same tokenizer."""
     job: str | None = None
