@@ -8,7 +8,9 @@ or emulate a link need only these few methods.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,7 +20,9 @@ from thinwire.errors import ConfigurationError, LinkError
 
 _LENGTH = struct.Struct("<Q")
 TAGS = 1 << 30  # carriers take tags below this; `gather` uses the next two
-FINISH = TAGS + 2  # the tag of messages with the purpose "finish"
+CONTROL, CONTROL_TAGS = TAGS + 16, 1 << 16  # the first tag of the messages of monitors, and the number of these tags
+_FOREVER = 10 * 365 * 86400.0  # seconds; what carriers can still add to a clock
+_waits = threading.local()  # whether the waits of this thread are unlimited
 
 
 Messages = Mapping[int, Tensor]  # by the rank of the peer
@@ -101,11 +105,26 @@ class WrappedGroup:
         self.group.close()
 
 
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """A context in which this thread's waits do not end for time: who waits looks otherwise whether the peers live (`runtime/monitor.py`)."""
+    before, _waits.unlimited = getattr(_waits, "unlimited", False), True
+    try:
+        yield
+    finally:
+        _waits.unlimited = before
+
+
+def limit(timeout: float) -> float:
+    """Most seconds of a wait of this thread on a carrier that has `timeout`."""
+    return _FOREVER if getattr(_waits, "unlimited", False) else timeout
+
+
 def travelling(group: Group, tag: int, messages: Messages) -> dict[int, Tensor]:
     """The `messages` that are sent (empty ones are not, on any carrier); all are checked first, by the size of the group below."""
     while isinstance(group, WrappedGroup):
         group = group.group
-    if not 0 <= tag <= FINISH:
+    if not 0 <= tag < CONTROL + CONTROL_TAGS:
         raise ConfigurationError(f"tag {tag} was given; a tag is needed in 0..{TAGS - 1}.")
     for peer, message in messages.items():
         if peer == group.rank or not 0 <= peer < group.size:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from thinwire.comm.group import Messages, Sized, travelling
+from thinwire.comm.group import Messages, Sized, limit, travelling
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class _ThreadTransfer:
     def wait(self) -> None:
         group, hub = self._group, self._group._hub
         with hub.changed:
-            in_time = hub.changed.wait_for(self._settled, group.timeout)
+            in_time = hub.changed.wait_for(self._settled, limit(group.timeout))
             errors = [receive.error for receive in self._receives if receive.error]
             missing = sorted({receive.peer for receive in self._receives if not receive.done})
             for receive in self._receives:

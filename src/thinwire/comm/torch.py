@@ -31,12 +31,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.comm.address import CheckedAddresses
-from thinwire.comm.group import FINISH, Messages, Sized, Transfer, travelling
+from thinwire.comm.group import CONTROL, CONTROL_TAGS, Messages, Sized, Transfer, limit, travelling
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.sockets import kept_from_children, listen, listening, loopback, only_here, shut, shut_new
 from thinwire.errors import ConfigurationError, LinkError
 
-_NEVER = FINISH + 1  # a tag that no message has
+_NEVER = CONTROL + CONTROL_TAGS  # a tag that no message has
 _LEFT_ADVICE = "See the end of its log, then resume from a checkpoint."
 _SEND, _RECEIVE = "send to", "receive from"
 
@@ -78,7 +78,7 @@ class _TorchTransfer:
         if isinstance(work, RuntimeError):
             return work
         try:
-            work.wait(timedelta(seconds=self._group.timeout))
+            work.wait(timedelta(seconds=limit(self._group.timeout)))
         except RuntimeError as error:
             return error.with_traceback(None)
         del messages[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from thinwire.comm.group import Messages, Sized, travelling
+from thinwire.comm.group import Messages, Sized, limit, travelling
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import MEMBERS, Welcome, group_label, run_digest
 from thinwire.comm.secure.link import HubLink
@@ -50,7 +50,7 @@ class _SecureTransfer:
                 self._over.set()
 
     def wait(self) -> None:
-        self._over.wait(self._group.timeout)
+        self._over.wait(limit(self._group.timeout))
         with self._lock:  # the last message may have arrived since
             errors, due = list(self._errors), sorted(self._due)
         if errors or due:
