@@ -67,10 +67,13 @@ class _Message(NamedTuple):
 class Monitor:
     """One replica's view of what the replicas of `group` do. `group` counts its messages.
 
-    `warn` is called with a step and a text when a wait becomes long. `own_step` gives this replica's number of inner steps.
+    `warn` is called with a step and a text when a wait becomes long; `by_rate`: rounds follow the learning rate. `own_step` gives this replica's
+    number of inner steps.
     """
 
-    def __init__(self, group: Group, warn: Callable[[int, str], object] = lambda step, text: None) -> None:
+    def __init__(
+        self, group: Group, warn: Callable[[int, str], object] = lambda step, text: None, by_rate: bool = False
+    ) -> None:
         carrier = group
         while isinstance(carrier, WrappedGroup):
             carrier = carrier.group
@@ -82,7 +85,7 @@ class Monitor:
         self._group, self._tag = group, CONTROL + session % CONTROL_TAGS
         self._timeout = float(getattr(carrier, "timeout", threading.TIMEOUT_MAX))
         self.own_step: Callable[[], int] = lambda: 0
-        self._warn = warn
+        self._warn, self._by_rate = warn, by_rate
         self._lock = threading.Lock()  # of all below
         self._operations: OrderedDict[int, Operation] = OrderedDict()
         self._count = 0
@@ -92,6 +95,7 @@ class Monitor:
         self._ended: dict[int, _Message] = {}  # the last message of each peer
         self._heard = dict.fromkeys((peer for peer in range(group.size) if peer != group.rank), time.monotonic())
         self._steps: dict[int, int] = {}  # where each peer was when it answered
+        self._elsewhere: dict[int, Operation] = {}  # where each peer waits, if this replica had not been there
         self._sent: list[Transfer] = []  # in transit: a carrier needs their buffers
         self._changed = threading.Condition(self._lock)
         self._closed = False
@@ -107,6 +111,8 @@ class Monitor:
             self._count += 1
             if len(self._operations) > _OPERATIONS:
                 self._operations.popitem(last=False)
+            for peer, theirs in self._elsewhere.items():  # where they wait for this operation
+                self._compare(peer, theirs)
             error = self._error
         if error:
             raise error
@@ -128,6 +134,7 @@ class Monitor:
             while not over(_LOOK):
                 if error := self.failure(operation):
                     self._leave(operation.step, error)
+                    over(_FLUSH_SECONDS)  # at once, because its group is closed; its records are complete then
                     raise error
                 if time.monotonic() - began > warned:
                     self._warn(operation.step, self._late(operation, time.monotonic() - began))
@@ -283,13 +290,20 @@ class Monitor:
             self._ended.setdefault(peer, message)
             return
         self._steps[peer] = message.step
-        own = self._operations.get(message.number)
-        if message.kind == _WAITS:  # what this replica does in its place; nothing yet: it is behind, and lives
-            answer = own or Operation(message.number, self.own_step(), "")
-            self._send(_Message(_ANSWERS, *answer), "waiting", to=peer)
         theirs = Operation(message.number, message.step, message.what)
-        if own and theirs.what and own != theirs and self._error is None:
-            self._error = DisagreementError(_differ(peer, theirs, self._group.rank, own))
+        if message.kind == _WAITS:  # what this replica does in its place; nothing yet: it is behind, and lives
+            answer = self._operations.get(message.number) or Operation(message.number, self.own_step(), "")
+            self._send(_Message(_ANSWERS, *answer), "waiting", to=peer)
+            self._elsewhere[peer] = theirs
+        if theirs.what:
+            self._compare(peer, theirs)
+
+    def _compare(self, peer: int, theirs: Operation) -> None:
+        """Note the error if this replica does something else in the place of an operation of `peer`, and tell that one."""
+        own = self._operations.get(theirs.number)
+        if own and own != theirs and self._error is None:
+            self._error = DisagreementError(_differ(peer, theirs, self._group.rank, own, self._by_rate))
+            self._send(_Message(_ANSWERS, *own), "waiting", to=peer)
 
     def _late(self, operation: Operation, seconds: float) -> str:
         with self._lock:
@@ -342,17 +356,19 @@ def _left(peer: int, last: _Message, operation: Operation, alike: bool = False) 
     return None
 
 
-def _differ(peer: int, theirs: Operation, rank: int, own: Operation) -> str:
+def _differ(peer: int, theirs: Operation, rank: int, own: Operation, by_rate: bool) -> str:
     first, other = sorted(((peer, theirs), (rank, own)))
     advice = (
-        "Their rounds follow unlike schedules: where these follow the learning rate, it must be the same on all replicas (give a scheduler "
-        "replica.mean(loss), not a loss of its own)"
-        if theirs.what.startswith(ROUND) and own.what.startswith(ROUND)
-        else "All replicas must take as many inner steps and call mean(), averaged_buffers() and finish() after the same ones, never "
-        "inside `if rank == 0:`; to stop early call replica.request_stop()"
+        "All replicas must take as many inner steps, and call mean(), averaged_buffers() and finish() after the same ones, never inside "
+        "`if rank == 0:`. To stop early call replica.request_stop()."
     )
+    if by_rate and ROUND in theirs.what + own.what:
+        advice = (
+            "Rounds follow the learning rate here, so it must be the same on all replicas: give a scheduler such as ReduceLROnPlateau "
+            f"replica.mean(loss), not each replica's own loss. {advice}"
+        )
     return (
-        f"replica {first[0]} is in {first[1]}, replica {other[0]} in {other[1]}, so they wait for each other. {advice}."
+        f"replica {first[0]} is in {first[1]}, replica {other[0]} in {other[1]}, so they wait for each other. {advice}"
     )
 
 

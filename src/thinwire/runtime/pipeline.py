@@ -30,6 +30,7 @@ from thinwire.exchange.send_queue import Worker
 from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
 from thinwire.packet import HEADER_NBYTES, PARTIAL, REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
+from thinwire.pieces.schedule import Adaptive
 from thinwire.rng import Key
 from thinwire.runtime.deadlines import Deadlines
 from thinwire.runtime.fragment_state import RoundUpdate
@@ -88,7 +89,11 @@ class RoundPipeline:
         # asked once: `isinstance` compares all attributes of a protocol
         self._deciding = strategy.policy if isinstance(strategy.policy, Deciding) else None
         self.context, self._observe = SendContext(WatchedGroup(group) if watched else group), observe
-        self.monitor = Monitor(group, lambda step, text: self._observe("warning", step, message=text))
+        self.monitor = Monitor(
+            group,
+            lambda step, text: self._observe("warning", step, message=text),
+            by_rate=isinstance(strategy.schedule, Adaptive),
+        )
         self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient belongs to the next step
         self.stop_requested = False
         self._step_timer, self._deadlines = StepTimer(), Deadlines()
