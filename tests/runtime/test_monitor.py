@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import thinwire as tw
-from thinwire.comm import Link, LinkedGroup
-from thinwire.runtime.monitor import Monitor
+from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup
+from thinwire.runtime.monitor import _LAYOUT, PATIENCE, Monitor
 from thinwire.testing.toy import adamw, batch, inner_step, toy
 
 Does = Callable[[tw.Replica], object]
@@ -95,29 +96,36 @@ def test_a_replica_that_fails_in_its_loop_ends_the_waits_of_the_others(raised: B
     assert first.startswith("LinkError: replica 1 closed its Replica after 5 inner steps")
 
 
-def test_a_replica_that_answers_is_not_lost_however_late_it_is() -> None:
-    """Replica 1 takes its first step only when replica 0 has waited several times the group's time-out."""
-    late = threading.Event()
-    patient: list[Monitor] = []
+def test_a_replica_that_answers_is_not_lost_however_late_it_is(monkeypatch) -> None:
+    """Replica 0 waits ten times the group's time-out. The clock goes on only when replica 1 has answered."""
+    now, over = [0.0], threading.Event()
+    monkeypatch.setattr("thinwire.runtime.monitor.time", SimpleNamespace(monotonic=lambda: now[0]))
+    warnings = []
 
-    def replica(group: tw.ThreadGroup) -> float:
-        model = toy()
+    def replica(group: tw.ThreadGroup) -> None:
+        ledger = Ledger()
+        monitor = Monitor(CountedGroup(group, ledger), lambda step, text: warnings.append(text))
+        if group.rank:
+            monitor.own_step = lambda: 3
+            over.wait()
+            return
+        answers = 0
 
-        def observer(event: str, step: int, **fields: object) -> None:
-            if event == "warning" and "has waited" in str(fields["message"]):
-                late.set()
+        def round_is_over(seconds: float) -> bool:
+            nonlocal answers
+            if ledger.received("waiting") > answers * _LAYOUT.size:
+                answers += 1
+                now[0] += 60.0  # more than any patience
+            elif answers == 0:
+                now[0] = 2 * PATIENCE  # the first question is due
+            return over.wait(0.001) or answers == 15
 
-        with tw.Replica(tw.diloco(every=1), model, adamw(model), group, observer=observer) as attached:
-            if group.rank == 0:
-                patient.append(attached._driver._flights.pipeline.monitor)
-            elif not late.wait(600.0):
-                raise AssertionError
-            inner_step(model, attached.optimizer, *batch(0, 0, 1))
-            return attached.mean(1.0)
+        monitor.wait(round_is_over, monitor.begin("round 0 of fragment 0", 5))
+        over.set()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("thinwire.runtime.monitor._FIRST_WARNING", 4.0)
-        assert tw.run_threads(2, replica, timeout=1.0) == [1.0, 1.0]
+    tw.run_threads(2, replica, timeout=90.0)
+    assert now[0] >= 900.0
+    assert "in round 0 of fragment 0 after 5 inner steps: replica 1 lives and was last seen after 3" in warnings[0]
 
 
 def test_a_replica_that_gives_no_sign_of_life_is_lost_after_the_time_out() -> None:
@@ -139,11 +147,11 @@ def test_a_replica_that_gives_no_sign_of_life_is_lost_after_the_time_out() -> No
 
 
 def test_nothing_is_sent_while_nobody_waits_for_long() -> None:
-    ledgers = [tw.comm.Ledger() for _ in range(2)]
+    ledgers = [Ledger() for _ in range(2)]
 
     def replica(group: tw.ThreadGroup) -> None:
         model = toy()
-        counted = tw.comm.CountedGroup(group, ledgers[group.rank])
+        counted = CountedGroup(group, ledgers[group.rank])
         with tw.Replica(tw.diloco(every=2), model, adamw(model), counted) as attached:
             for step in range(1, 9):
                 inner_step(model, attached.optimizer, *batch(0, group.rank, step))
@@ -153,7 +161,7 @@ def test_nothing_is_sent_while_nobody_waits_for_long() -> None:
         patch.setattr("thinwire.runtime.monitor.PATIENCE", 600.0)  # of a machine under any load
         tw.run_threads(2, replica, timeout=6000.0)
     assert [ledger.sent("waiting") for ledger in ledgers] == [0, 0]
-    assert [ledger.sent("finish") for ledger in ledgers] == [256, 256]
+    assert [ledger.sent("finish") for ledger in ledgers] == [_LAYOUT.size] * 2
 
 
 def test_a_peer_that_left_early_is_named_with_its_step():
@@ -165,7 +173,7 @@ def test_a_peer_that_left_early_is_named_with_its_step():
             monitor.tell(300, finished=group.rank == 1)
             monitor.tell(301)  # only the first counts
             return
-        with pytest.raises(tw.DisagreementError, match="replica 1 has finished after 300.* has counted 301"):
+        with pytest.raises(tw.DisagreementError, match=r"replica 1 has finished after 300.* has counted 301"):
             monitor.wait(lambda seconds: False, monitor.begin("round 0 of fragment 0", 301))
 
     tw.run_threads(3, replica)

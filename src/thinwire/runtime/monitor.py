@@ -40,9 +40,17 @@ _FLUSH_SECONDS = 5.0  # most seconds that a replica which leaves waits until the
 _OPERATIONS = 1024  # the latest operations that a replica remembers; no other is further behind
 
 # kind, number of the operation, inner step, text, a byte that is not zero: when it has come, all have
-_LAYOUT = struct.Struct("<BQQ238sB")
+_LAYOUT = struct.Struct("<BQQ750sB")
 ROUND = "round "  # the first word of a round, as an operation
 _WAITS, _ANSWERS, _FINISHED, _CLOSED = range(1, 5)
+_ALIKE = (
+    "All replicas must take as many inner steps, and call mean(), averaged_buffers() and finish() after the same ones, never inside "
+    "`if rank == 0:`. To stop early call replica.request_stop()."
+)
+_BY_RATE = (
+    "Rounds follow the learning rate here, so it must be the same on all replicas: give a scheduler such as ReduceLROnPlateau "
+    "replica.mean(loss), not each replica's own loss."
+)
 _sessions: WeakKeyDictionary[Group, int] = WeakKeyDictionary()  # by the carrier: how many monitors it has had
 
 
@@ -186,6 +194,13 @@ class Monitor:
             time.sleep(_LOOK / 2)  # the carrier may have noticed the end before it handed over what came before
         return error
 
+    def disagree(self, error: DisagreementError) -> DisagreementError:
+        """`error`, which a packet showed, with advice for this strategy. The others are told when this replica leaves."""
+        with self._lock:
+            if self._error is None:
+                self._error = DisagreementError(f"{_BY_RATE} {error}") if self._by_rate else error
+        return error if self._error is error else DisagreementError(str(self._error))
+
     def _leave(self, step: int, error: PeerError) -> None:
         """Tell the others why this replica leaves, and close the group."""
         self.tell(step, finished=False)
@@ -320,7 +335,7 @@ class Monitor:
         return self._group.post(self._tag, {}, {peer: room}, "waiting"), room
 
     def _send(self, message: _Message, purpose: str, to: int | None = None) -> Transfer | None:
-        text = message.what.encode("ascii", "replace")[:238]
+        text = message.what.encode("ascii", "replace")[:750]
         packed = bytearray(_LAYOUT.pack(message.kind, message.number, message.step, text, 1))
         own = torch.frombuffer(packed, dtype=torch.uint8)
         with suppress(LinkError):  # the group was closed, so no replica waits
@@ -358,15 +373,7 @@ def _left(peer: int, last: _Message, operation: Operation, alike: bool = False) 
 
 def _differ(peer: int, theirs: Operation, rank: int, own: Operation, by_rate: bool) -> str:
     first, other = sorted(((peer, theirs), (rank, own)))
-    advice = (
-        "All replicas must take as many inner steps, and call mean(), averaged_buffers() and finish() after the same ones, never inside "
-        "`if rank == 0:`. To stop early call replica.request_stop()."
-    )
-    if by_rate and ROUND in theirs.what + own.what:
-        advice = (
-            "Rounds follow the learning rate here, so it must be the same on all replicas: give a scheduler such as ReduceLROnPlateau "
-            f"replica.mean(loss), not each replica's own loss. {advice}"
-        )
+    advice = f"{_BY_RATE} {_ALIKE}" if by_rate and ROUND in theirs.what + own.what else _ALIKE
     return (
         f"replica {first[0]} is in {first[1]}, replica {other[0]} in {other[1]}, so they wait for each other. {advice}"
     )

@@ -22,7 +22,7 @@ from thinwire.codecs import Identity, packet_nbytes
 from thinwire.codecs.levelled import MOST_SKIPS
 from thinwire.comm.group import Group, gather
 from thinwire.diagnosis.records import recorded
-from thinwire.errors import LinkError, PeerError
+from thinwire.errors import DisagreementError, LinkError, PeerError
 from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.round import Outgoing
@@ -250,6 +250,8 @@ class RoundPipeline:
                 raise own from None
             if isinstance(error, LinkError):
                 raise self.monitor.explained(error, update.operation) from error
+            if isinstance(error, DisagreementError):
+                raise self.monitor.disagree(error) from error
             raise
         finally:
             if recorded(update.number) or not over:
