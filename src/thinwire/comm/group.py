@@ -21,6 +21,7 @@ from thinwire.errors import ConfigurationError, LinkError
 _LENGTH = struct.Struct("<Q")
 TAGS = 1 << 30  # carriers take tags below this; `gather` uses the next two
 CONTROL, CONTROL_TAGS = TAGS + 16, 1 << 16  # the first tag of the messages of monitors, and the number of these tags
+TIMEOUT = 1800.0  # seconds of a wait, as torch.distributed's own: a first step that compiles, a slow loader, a long evaluation
 _FOREVER = 10 * 365 * 86400.0  # seconds; what carriers can still add to a clock
 _waits = threading.local()  # whether the waits of this thread are unlimited
 

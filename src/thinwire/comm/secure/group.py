@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from thinwire.comm.group import Messages, Sized, limit, travelling
+from thinwire.comm.group import TIMEOUT, Messages, Sized, limit, travelling
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import MEMBERS, Welcome, group_label, run_digest
 from thinwire.comm.secure.link import HubLink
@@ -208,7 +208,7 @@ def join(
     size: int,
     folder: Path | str = ".thinwire",
     run: str = "",
-    timeout: float = 300.0,
+    timeout: float = TIMEOUT,
     bits_per_second: float | None = None,
     place: int = 0,
     listen: str = "",
