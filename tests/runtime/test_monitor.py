@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +18,11 @@ from thinwire.testing.toy import adamw, batch, inner_step, toy
 Does = Callable[[tw.Replica], object]
 
 
-def _buffers(replica: tw.Replica) -> None:
-    with replica.averaged_buffers():
-        pass
+@pytest.fixture
+def made() -> Iterator[Callable[..., Monitor]]:
+    """Makes monitors, and closes them at the end."""
+    with ExitStack() as stack:
+        yield lambda *args: stack.enter_context(closing(Monitor(*args)))
 
 
 def _resume(replica: tw.Replica) -> None:
@@ -96,7 +98,7 @@ def test_a_replica_that_fails_in_its_loop_ends_the_waits_of_the_others(raised: B
     assert first.startswith("LinkError: replica 1 closed its Replica after 5 inner steps")
 
 
-def test_a_replica_that_answers_is_not_lost_however_late_it_is(monkeypatch) -> None:
+def test_a_replica_that_answers_is_not_lost_however_late_it_is(made, monkeypatch) -> None:
     """Replica 0 waits for three times the group's time-out. The clock goes on only when replica 1 has answered."""
     now, over = [0.0], threading.Event()
     monkeypatch.setattr("thinwire.runtime.monitor.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -104,7 +106,7 @@ def test_a_replica_that_answers_is_not_lost_however_late_it_is(monkeypatch) -> N
 
     def replica(group: tw.ThreadGroup) -> None:
         ledger = Ledger()
-        monitor = Monitor(CountedGroup(group, ledger), lambda step, text: warnings.append(text))
+        monitor = made(CountedGroup(group, ledger), lambda step, text: warnings.append(text))
         if group.rank:
             monitor.own_step = lambda: 3
             over.wait()
@@ -166,11 +168,11 @@ def test_nothing_is_sent_while_nobody_waits_for_long() -> None:
     assert [ledger.sent("finish") for ledger in ledgers] == [_LAYOUT.size] * 2
 
 
-def test_a_peer_that_left_early_is_named_with_its_step():
+def test_a_peer_that_left_early_is_named_with_its_step(made):
     """Replica 1 finishes after 300 steps, and replica 2 closes its Replica after as many; replica 0 needed them until then."""
 
     def replica(group: tw.ThreadGroup) -> None:
-        monitor = Monitor(group)
+        monitor = made(group)
         if group.rank:
             monitor.tell(300, finished=group.rank == 1)
             monitor.tell(301)  # only the first counts
@@ -181,9 +183,9 @@ def test_a_peer_that_left_early_is_named_with_its_step():
     tw.run_threads(3, replica)
 
 
-def test_a_replica_that_finishes_says_that_it_waits_for_all():
+def test_a_replica_that_finishes_says_that_it_waits_for_all(made):
     def replica(group: tw.ThreadGroup) -> None:
-        monitor = Monitor(group)
+        monitor = made(group)
         if group.rank:
             monitor.tell(5, finished=False)
             return
@@ -193,13 +195,13 @@ def test_a_replica_that_finishes_says_that_it_waits_for_all():
     tw.run_threads(2, replica)
 
 
-def test_a_replica_that_closes_its_group_at_the_end_has_sent_its_number():
+def test_a_replica_that_closes_its_group_at_the_end_has_sent_its_number(made):
     """What is still on the uplink then would never arrive."""
     told = threading.Event()
 
     def replica(group: tw.ThreadGroup) -> None:
         linked = LinkedGroup(group, Link(1e9, delay_seconds=0.0 if group.rank else 0.3))
-        monitor = Monitor(linked)
+        monitor = made(linked)
         if group.rank == 0:
             told.wait()
         monitor.tell(5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
@@ -16,9 +17,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigurationError, LinkError
+from thinwire.errors import ConfigurationError, DisagreementError, LinkError
 
-_LENGTH = struct.Struct("<Q")
+_LENGTH, _LENGTH_BITS = struct.Struct("<Q"), 40  # the bits above are a checksum of the operation
 TAGS = 1 << 30  # carriers take tags below this; `gather` uses the next two
 CONTROL, CONTROL_TAGS = TAGS + 16, 1 << 16  # the first tag of the messages of monitors, and the number of these tags
 TIMEOUT = 1800.0  # seconds of a wait, as torch.distributed's own: a first step that compiles, a slow loader, a long evaluation
@@ -146,10 +147,11 @@ def travelling(group: Group, tag: int, messages: Messages) -> dict[int, Tensor]:
     return {peer: message for peer, message in messages.items() if message.numel()}
 
 
-def gather(group: Group, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+def gather(group: Group, payload: bytes, limit: int, purpose: str, operation: str = "") -> list[bytes]:
     """Return the `payload` of every replica in rank order, on every replica.
 
-    Lengths are sent first (8 bytes each) and checked against `limit` before memory is allocated. Every gather uses the same two tags, so
+    Lengths are sent first (8 bytes each, 3 of which name the operation) and checked against `limit` before memory is
+    allocated. Every gather uses the same two tags, so
     a group can have one at a time.
 
     Args:
@@ -157,8 +159,10 @@ def gather(group: Group, payload: bytes, limit: int, purpose: str) -> list[bytes
         payload: this replica's bytes, of any length up to `limit`.
         limit: the most bytes of one payload.
         purpose: a word for the ledger and for messages.
+        operation: what must be the same on all besides the purpose, such as the inner step.
 
     Raises:
+        DisagreementError: a peer is in another gather.
         LinkError: a peer is gone or too late, or a payload is longer than `limit`.
 
     >>> from thinwire import run_threads
@@ -168,10 +172,18 @@ def gather(group: Group, payload: bytes, limit: int, purpose: str) -> list[bytes
     if len(payload) > limit:
         raise LinkError(f"{purpose}: {len(payload)} bytes to send, at most {limit} are allowed; send less.")
     peers = [peer for peer in range(group.size) if peer != group.rank]
-    own_length = torch.frombuffer(bytearray(_LENGTH.pack(len(payload))), dtype=torch.uint8)
+    # all gathers have the same tags, so those of unlike purposes meet
+    name = zlib.crc32(f"{purpose} {operation}".encode()) >> 8 << _LENGTH_BITS
+    own_length = torch.frombuffer(bytearray(_LENGTH.pack(len(payload) | name)), dtype=torch.uint8)
     lengths = {peer: torch.zeros(_LENGTH.size, dtype=torch.uint8) for peer in peers}
     group.post(TAGS, {peer: own_length for peer in peers}, lengths, purpose).wait()
     sizes = {peer: _LENGTH.unpack(bytes(lengths[peer].tolist()))[0] for peer in peers}
+    for peer, size in sizes.items():
+        if size >> _LENGTH_BITS << _LENGTH_BITS != name:
+            raise DisagreementError(
+                f"replica {peer} gathers something else where this one gathers {purpose}; call the same on all replicas, after the same steps."
+            )
+    sizes = {peer: size ^ name for peer, size in sizes.items()}
     for peer, size in sizes.items():
         if size > limit:
             raise LinkError(

@@ -19,7 +19,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -106,10 +106,13 @@ class Monitor:
         self._elsewhere: dict[int, Operation] = {}  # where each peer waits, if this replica had not been there
         self._sent: list[Transfer] = []  # in transit: a carrier needs their buffers
         self._changed = threading.Condition(self._lock)
-        self._closed = False
+        self._asked_in: Operation | None = None
+        self._asked, self._patience = 0.0, PATIENCE
+        self._closed = threading.Event()
         self._receives = {peer: self._expect(peer) for peer in self._heard}
         if self._heard:
-            threading.Thread(target=self._run, name="thinwire-monitor", daemon=True).start()
+            args = ref(self), self._closed
+            threading.Thread(target=_run, args=args, name="thinwire-monitor", daemon=True).start()
 
     def begin(self, what: str, step: int) -> Operation:
         """Number an operation that this replica begins. Raises `DisagreementError` if another is known to be elsewhere."""
@@ -164,6 +167,8 @@ class Monitor:
             return done.result()
         except LinkError as error:
             raise self.explained(error, operation) from error
+        except DisagreementError as error:
+            raise self._both(error, operation) from error
 
     def failure(self, operation: Operation) -> PeerError | None:
         """Why `operation` will not end, if that is known."""
@@ -200,6 +205,13 @@ class Monitor:
             if self._error is None:
                 self._error = DisagreementError(f"{_BY_RATE} {error}") if self._by_rate else error
         return error if self._error is error else DisagreementError(str(self._error))
+
+    def _both(self, error: DisagreementError, operation: Operation) -> PeerError:
+        """`error`, or one that names both sides, after asking the others where they are instead of in `operation`."""
+        with self._changed:
+            self._send(_Message(_WAITS, *operation), "waiting")
+            self._changed.wait_for(lambda: self._error, _FLUSH_SECONDS)
+            return self._error or error
 
     def _leave(self, step: int, error: PeerError) -> None:
         """Tell the others why this replica leaves, and close the group."""
@@ -254,29 +266,20 @@ class Monitor:
 
     def close(self) -> None:
         """End the thread. What the others send from here on is not read."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed.set()
 
-    def _run(self) -> None:
-        asked, patience = 0.0, PATIENCE
-        of: Operation | None = None
-        while True:
-            with self._changed:
-                self._changed.wait(_LOOK)
-                if self._closed:
-                    return
-                waiting = self._waiting
-            self._look()
-            if waiting is None:
-                continue
-            operation, began = waiting
-            if operation is not of:
-                of, asked, patience = operation, began, PATIENCE
-            if time.monotonic() - asked >= min(patience, self._timeout / 4):
-                asked, patience = time.monotonic(), min(2 * patience, _MOST_PATIENCE)
-                with self._lock:
-                    self._send(_Message(_WAITS, *operation), "waiting")
+    def _turn(self) -> None:
+        """Take in what the others have sent, and ask where they are if this replica waits for long."""
+        self._look()
+        with self._lock:
+            if self._waiting is None:
+                return
+            operation, began = self._waiting
+            if operation is not self._asked_in:
+                self._asked_in, self._asked, self._patience = operation, began, PATIENCE
+            if time.monotonic() - self._asked >= min(self._patience, self._timeout / 4):
+                self._asked, self._patience = time.monotonic(), min(2 * self._patience, _MOST_PATIENCE)
+                self._send(_Message(_WAITS, *operation), "waiting")
 
     def _look(self) -> None:
         """Take in what the others have sent."""
@@ -288,8 +291,8 @@ class Monitor:
 
     def _come(self, peer: int) -> _Message | None:
         """The next message of `peer`, if it has come."""
-        transfer, room = self._receives[peer]
-        if not room[-1]:
+        transfer, room = self._receives.get(peer, (None, None))
+        if transfer is None or room is None or not room[-1]:
             return None
         try:
             transfer.wait()
@@ -345,6 +348,15 @@ class Monitor:
             self._sent.append(transfer)
             return transfer
         return None
+
+
+def _run(monitor: ref[Monitor], closed: threading.Event) -> None:
+    """The thread of a monitor; it ends, too, when a Replica is dropped that was never closed."""
+    while not closed.wait(_LOOK):
+        if (alive := monitor()) is None:
+            return
+        alive._turn()
+        del alive
 
 
 def done_in(future: Future[Any]) -> Callable[[float], object]:
