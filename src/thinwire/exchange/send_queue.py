@@ -27,7 +27,7 @@ Order = tuple[int, ...]  # the step of landing, then the order of departure
 T = TypeVar("T")
 
 
-class Worker:
+class JobThread:
     """A thread that runs jobs in order. The end of the process does not wait for it, unlike for those of `concurrent.futures`: it may wait for a
     peer that never comes, and Ctrl-C must end the process then.
     """
@@ -77,7 +77,7 @@ class SendQueue:
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self._group, self._clock = group, clock
-        self._thread = Worker("thinwire-outbound")
+        self._thread = JobThread("thinwire-outbound")
         self._lock = threading.Lock()
         self._count = itertools.count()
         self._waiting: list[tuple[Order, int, Callable[[], Any], Future[Any]]] = []

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from thinwire.comm.group import CONTROL, CONTROL_TAGS, Group, Messages, Sized, Transfer, WrappedGroup, unlimited
 from thinwire.errors import DisagreementError, LinkError, PeerError
-from thinwire.exchange.send_queue import Worker
+from thinwire.exchange.send_queue import JobThread
 from thinwire.packet import other_steps
 
 T = TypeVar("T")
@@ -159,9 +159,9 @@ class Monitor:
         operation = self.begin(what, step)
         if not self._heard:
             return task()
-        worker = Worker("thinwire-collective")
-        done = worker.submit(task)
-        worker.close()
+        thread = JobThread("thinwire-collective")
+        done = thread.submit(task)
+        thread.close()
         self.wait(done_in(done), operation)
         try:
             return done.result()
@@ -217,7 +217,7 @@ class Monitor:
         """Tell the others why this replica leaves, and close the group."""
         self.tell(step, finished=False)
         if self._last:
-            flushing = Worker("thinwire-last")
+            flushing = JobThread("thinwire-last")
             futures.wait([flushing.submit(self._last.wait)], _FLUSH_SECONDS)
             flushing.close()
         self._group.close()

@@ -26,7 +26,7 @@ from thinwire.errors import DisagreementError, LinkError, PeerError
 from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.round import Outgoing
-from thinwire.exchange.send_queue import Worker
+from thinwire.exchange.send_queue import JobThread
 from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
 from thinwire.packet import HEADER_NBYTES, PARTIAL, REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
@@ -100,7 +100,7 @@ class RoundPipeline:
         self._flying: dict[RoundUpdate, bool] = {}  # rounds of codecs with levels; whether they send values
         self._heard_at = -math.inf  # the latest end of a round
         self._skipped: dict[int, int] = {}  # by fragment: the rounds in a row that sent no values
-        self._inbound = Worker("thinwire-inbound")
+        self._inbound = JobThread("thinwire-inbound")
         self._launched = itertools.count()
 
     def launch(self, update: RoundUpdate, stalled: float, scheduled: bool, resumed: bool = False) -> None:
