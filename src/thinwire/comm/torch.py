@@ -31,12 +31,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.comm.address import CheckedAddresses
-from thinwire.comm.group import FINISH, Messages, Sized, Transfer, travelling
+from thinwire.comm.group import CONTROL, CONTROL_TAGS, TIMEOUT, Messages, Sized, Transfer, limit, travelling
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.sockets import kept_from_children, listen, listening, loopback, only_here, shut, shut_new
 from thinwire.errors import ConfigurationError, LinkError
 
-_NEVER = FINISH + 1  # a tag that no message has
+_NEVER = CONTROL + CONTROL_TAGS  # a tag that no message has
 _LEFT_ADVICE = "See the end of its log, then resume from a checkpoint."
 _SEND, _RECEIVE = "send to", "receive from"
 
@@ -78,7 +78,7 @@ class _TorchTransfer:
         if isinstance(work, RuntimeError):
             return work
         try:
-            work.wait(timedelta(seconds=self._group.timeout))
+            work.wait(timedelta(seconds=limit(self._group.timeout)))
         except RuntimeError as error:
             return error.with_traceback(None)
         del messages[0]
@@ -93,7 +93,7 @@ class TorchGroup:
 
     Args:
         process_group: of torch.distributed, one rank per replica; usually `from_world` makes it.
-        timeout: seconds that a `wait` lasts at most; longer than the slowest replica can be late.
+        timeout: seconds that a `wait` lasts at most; within a `Replica`, seconds without a sign of life (docs/own-loop.md).
         shard, shards: the rank of this process within its replica; ranks per replica.
         site: the group of this replica's shards.
 
@@ -133,7 +133,7 @@ class TorchGroup:
 
     @classmethod
     @kept_from_children()
-    def from_world(cls, replicas: int, timeout: float = 60.0, uplink: float | None = None) -> TorchGroup:
+    def from_world(cls, replicas: int, timeout: float = TIMEOUT, uplink: float | None = None) -> TorchGroup:
         """The group of this process in a world of `replicas` times shards ranks, after `init_process_group`.
 
         World rank r is shard r % shards of replica r // shards. Every rank of the world must call this at the same
@@ -273,7 +273,7 @@ def start_torch(
     world_size: int,
     master_addr: str,
     master_port: int,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = TIMEOUT,
     backend: str = "gloo",
     prefix: str | None = None,
 ) -> None:
