@@ -33,7 +33,16 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from thinwire.comm.address import CheckedAddresses
 from thinwire.comm.group import CONTROL, CONTROL_TAGS, TIMEOUT, Messages, Sized, Transfer, limit, travelling
 from thinwire.comm.pacing import connections, pace
-from thinwire.comm.sockets import kept_from_children, listen, listening, loopback, only_here, shut, shut_new
+from thinwire.comm.sockets import (
+    interruptibly,
+    kept_from_children,
+    listen,
+    listening,
+    loopback,
+    only_here,
+    shut,
+    shut_new,
+)
 from thinwire.errors import ConfigurationError, LinkError
 
 _NEVER = CONTROL + CONTROL_TAGS  # a tag that no message has
@@ -78,7 +87,8 @@ class _TorchTransfer:
         if isinstance(work, RuntimeError):
             return work
         try:
-            work.wait(timedelta(seconds=limit(self._group.timeout)))
+            within = timedelta(seconds=limit(self._group.timeout))
+            interruptibly(lambda: work.wait(within))
         except RuntimeError as error:
             return error.with_traceback(None)
         del messages[0]
@@ -159,8 +169,8 @@ class TorchGroup:
         replica, shard = divmod(rank, shards)
 
         def subgroup(ranks: list[int]) -> dist.ProcessGroup:
-            made: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo")
-            return made
+            within = timedelta(seconds=timeout)
+            return interruptibly(lambda: dist.new_group(ranks, timeout=within, backend="gloo"))
 
         before, heard_before = connections(), set(listening())
         try:  # all ranks make all groups in the same order, and keep their own
@@ -258,7 +268,7 @@ def connect(store: Store, rank: int, size: int, host: str, seconds: float) -> di
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     addresses = CheckedAddresses(store, size)
     try:
-        made: dist.ProcessGroup = dist.ProcessGroupGloo(addresses, rank, size, options)  # type: ignore[assignment]
+        made: dist.ProcessGroup = interruptibly(lambda: dist.ProcessGroupGloo(addresses, rank, size, options))
     except RuntimeError as error:  # torch's DistError and similar errors, which have many lines
         raise LinkError(str(error).strip().split("\n")[0]) from error
     for file, address in listening().items():
@@ -303,10 +313,13 @@ def start_torch(
     timeout = timedelta(seconds=timeout_seconds)
     where = f"{master_addr}:{master_port}"
     try:
-        store = _tcp_store(rank, None if prefix else world_size, master_addr, master_port, timeout)
+        keeps = None if prefix else world_size
+        store = interruptibly(lambda: _tcp_store(rank, keeps, master_addr, master_port, timeout))
         prefixed = PrefixStore(prefix, store) if prefix else store
         before, heard_before = connections(), set(listening())
-        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+        interruptibly(
+            lambda: dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+        )
         shut_new(heard_before, connections() - before, world_size - 1)
     except (RuntimeError, OSError) as error:  # also torch's DistError
         reason = _first_line(error)

@@ -12,7 +12,7 @@ from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.lm.resuming import check_ranks
 from thinwire.lm.run import Run
 from thinwire.records.events import LONGEST_LINE, being_written, recent_events
-from thinwire.records.files import contents, lock
+from thinwire.records.files import contents, held_by, lock
 from thinwire.records.printable import reason
 
 _DRAFT = ".run.toml"  # the run file of a run that is about to resume
@@ -29,9 +29,10 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
         yield
         return
     if not lock(held, wait=False):
+        holder = held_by(held)
         os.close(held)
         raise ConfigurationError(
-            f"another command trains in {folder}; choose another --out, or wait until it has ended."
+            f"another command trains in {folder}{holder}; choose another --out, or wait until it has ended."
         )
     try:
         yield

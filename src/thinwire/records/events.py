@@ -67,7 +67,7 @@ from typing import Any, BinaryIO
 
 from thinwire.errors import DataError
 from thinwire.records.choices import listed
-from thinwire.records.files import lock, open_regular
+from thinwire.records.files import held_by, lock, open_regular
 
 Event = dict[str, Any]
 
@@ -156,9 +156,10 @@ class EventLog:
                 "Choose another run folder, or free this one."
             ) from error
         if not locked:
+            holder = held_by(self._file)
             self._file.close()
             raise DataError(
-                f"{self.path} is being written: a run is active in this folder. Wait until it has stopped, or choose "
+                f"{self.path} is being written: a run is active in this folder{holder}. Wait until it has stopped, or choose "
                 "another run folder."
             )
 
