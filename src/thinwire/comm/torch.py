@@ -170,7 +170,8 @@ class TorchGroup:
 
         def subgroup(ranks: list[int]) -> dist.ProcessGroup:
             within = timedelta(seconds=timeout)
-            return interruptibly(lambda: dist.new_group(ranks, timeout=within, backend="gloo"))
+            made: dist.ProcessGroup = interruptibly(lambda: dist.new_group(ranks, timeout=within, backend="gloo"))
+            return made
 
         before, heard_before = connections(), set(listening())
         try:  # all ranks make all groups in the same order, and keep their own
@@ -268,7 +269,8 @@ def connect(store: Store, rank: int, size: int, host: str, seconds: float) -> di
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     addresses = CheckedAddresses(store, size)
     try:
-        made: dist.ProcessGroup = interruptibly(lambda: dist.ProcessGroupGloo(addresses, rank, size, options))
+        gloo = interruptibly(lambda: dist.ProcessGroupGloo(addresses, rank, size, options))
+        made: dist.ProcessGroup = gloo  # type: ignore[assignment]
     except RuntimeError as error:  # torch's DistError and similar errors, which have many lines
         raise LinkError(str(error).strip().split("\n")[0]) from error
     for file, address in listening().items():
