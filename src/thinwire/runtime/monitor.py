@@ -240,7 +240,7 @@ class Monitor:
         def over(seconds: float) -> bool:
             with self._changed:
                 return self._changed.wait_for(
-                    lambda: self._unlike(operation) or len(self._ended) == len(self._heard), seconds
+                    lambda: bool(self._unlike(operation)) or len(self._ended) == len(self._heard), seconds
                 )
 
         try:
