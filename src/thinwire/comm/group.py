@@ -17,11 +17,15 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigurationError, DisagreementError, LinkError
+from thinwire.errors import ConfigurationError, LinkError
 
-_LENGTH, _LENGTH_BITS = struct.Struct("<Q"), 40  # the bits above are a checksum of the operation
-TAGS = 1 << 30  # carriers take tags below this; `gather` uses the next two
-CONTROL, CONTROL_TAGS = TAGS + 16, 1 << 16  # the first tag of the messages of monitors, and the number of these tags
+_LENGTH = struct.Struct("<Q")
+TAGS = 1 << 30  # carriers take tags below this; a `gather` uses two of the next ones
+_GATHERS = 1 << 28  # operations that `gather` tells apart
+CONTROL, CONTROL_TAGS = (
+    TAGS + 2 * _GATHERS,
+    1 << 16,
+)  # the first tag of the messages of monitors, and the number of these tags
 TIMEOUT = 1800.0  # seconds of a wait, as torch.distributed's own: a first step that compiles, a slow loader, a long evaluation
 _FOREVER = 10 * 365 * 86400.0  # seconds; what carriers can still add to a clock
 _waits = threading.local()  # whether the waits of this thread are unlimited
@@ -150,19 +154,18 @@ def travelling(group: Group, tag: int, messages: Messages) -> dict[int, Tensor]:
 def gather(group: Group, payload: bytes, limit: int, purpose: str, operation: str = "") -> list[bytes]:
     """Return the `payload` of every replica in rank order, on every replica.
 
-    Lengths are sent first (8 bytes each, 3 of which name the operation) and checked against `limit` before memory is
-    allocated. Every gather uses the same two tags, so
-    a group can have one at a time.
+    Lengths are sent first (8 bytes each) and checked against `limit` before memory is allocated. A group can have one gather of an
+    `operation` at a time.
 
     Args:
         group: the replicas; all call this.
         payload: this replica's bytes, of any length up to `limit`.
         limit: the most bytes of one payload.
         purpose: a word for the ledger and for messages.
-        operation: what must be the same on all besides the purpose, such as the inner step.
+        operation: what it belongs to, such as the purpose and the inner step: gathers of unlike operations never take each other's
+            messages, but wait.
 
     Raises:
-        DisagreementError: a peer is in another gather.
         LinkError: a peer is gone or too late, or a payload is longer than `limit`.
 
     >>> from thinwire import run_threads
@@ -172,18 +175,11 @@ def gather(group: Group, payload: bytes, limit: int, purpose: str, operation: st
     if len(payload) > limit:
         raise LinkError(f"{purpose}: {len(payload)} bytes to send, at most {limit} are allowed; send less.")
     peers = [peer for peer in range(group.size) if peer != group.rank]
-    # all gathers have the same tags, so those of unlike purposes meet
-    name = zlib.crc32(f"{purpose} {operation}".encode()) >> 8 << _LENGTH_BITS
-    own_length = torch.frombuffer(bytearray(_LENGTH.pack(len(payload) | name)), dtype=torch.uint8)
+    tag = TAGS + 2 * (zlib.crc32(operation.encode()) % _GATHERS)  # crc32 of nothing is 0
+    own_length = torch.frombuffer(bytearray(_LENGTH.pack(len(payload))), dtype=torch.uint8)
     lengths = {peer: torch.zeros(_LENGTH.size, dtype=torch.uint8) for peer in peers}
-    group.post(TAGS, {peer: own_length for peer in peers}, lengths, purpose).wait()
+    group.post(tag, {peer: own_length for peer in peers}, lengths, purpose).wait()
     sizes = {peer: _LENGTH.unpack(bytes(lengths[peer].tolist()))[0] for peer in peers}
-    for peer, size in sizes.items():
-        if size >> _LENGTH_BITS << _LENGTH_BITS != name:
-            raise DisagreementError(
-                f"replica {peer} gathers something else where this one gathers {purpose}; call the same on all replicas, after the same steps."
-            )
-    sizes = {peer: size ^ name for peer, size in sizes.items()}
     for peer, size in sizes.items():
         if size > limit:
             raise LinkError(
@@ -192,7 +188,7 @@ def gather(group: Group, payload: bytes, limit: int, purpose: str, operation: st
             )
     body = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
     bodies = {peer: torch.zeros(size, dtype=torch.uint8) for peer, size in sizes.items() if size}
-    group.post(TAGS + 1, {peer: body for peer in peers} if payload else {}, bodies, purpose).wait()
+    group.post(tag + 1, {peer: body for peer in peers} if payload else {}, bodies, purpose).wait()
     return [
         payload if rank == group.rank else bytes(bodies[rank].numpy().tobytes()) if rank in bodies else b""
         for rank in range(group.size)

@@ -5,7 +5,7 @@ sends before it waits, so if all do the same, none waits for ever. A replica tha
 which operation, and each compares it with its own operation of that number. If they differ, both raise a `DisagreementError` that names both.
 An answer is also a sign of life: a replica that answers is slow and not lost, and is waited for.
 
-Nothing is sent while nobody waits for long, except one message at the end. It is in the ledger as "finish", all others are as "waiting".
+Nothing is sent while nobody waits for long, except one message at the end.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _OPERATIONS = 1024  # the latest operations that a replica remembers; no other i
 
 # kind, number of the operation, inner step, text, a byte that is not zero: when it has come, all have
 _LAYOUT = struct.Struct("<BQQ750sB")
+_PURPOSE = "monitor"
 ROUND = "round "  # the first word of a round, as an operation
 _WAITS, _ANSWERS, _FINISHED, _CLOSED = range(1, 5)
 _ALIKE = (
@@ -167,8 +168,6 @@ class Monitor:
             return done.result()
         except LinkError as error:
             raise self.explained(error, operation) from error
-        except DisagreementError as error:
-            raise self._both(error, operation) from error
 
     def failure(self, operation: Operation) -> PeerError | None:
         """Why `operation` will not end, if that is known."""
@@ -206,13 +205,6 @@ class Monitor:
                 self._error = DisagreementError(f"{_BY_RATE} {error}") if self._by_rate else error
         return error if self._error is error else DisagreementError(str(self._error))
 
-    def _both(self, error: DisagreementError, operation: Operation) -> PeerError:
-        """`error`, or one that names both sides, after asking the others where they are instead of in `operation`."""
-        with self._changed:
-            self._send(_Message(_WAITS, *operation), "waiting")
-            self._changed.wait_for(lambda: self._error, _FLUSH_SECONDS)
-            return self._error or error
-
     def _leave(self, step: int, error: PeerError) -> None:
         """Tell the others why this replica leaves, and close the group."""
         self.tell(step, finished=False)
@@ -231,7 +223,7 @@ class Monitor:
             if self._last is None and self._heard:
                 kind, why = (_FINISHED, "") if finished else (_CLOSED, str(self._error or ""))
                 number = self._count if first is None else first
-                self._last = self._send(_Message(kind, number, step, why), "finish")
+                self._last = self._send(_Message(kind, number, step, why))
 
     def agree(self, step: int) -> None:
         """Wait until all have finished. Raises `DisagreementError` if one did after another number of inner steps, `LinkError`."""
@@ -279,7 +271,7 @@ class Monitor:
                 self._asked_in, self._asked, self._patience = operation, began, PATIENCE
             if time.monotonic() - self._asked >= min(self._patience, self._timeout / 4):
                 self._asked, self._patience = time.monotonic(), min(2 * self._patience, _MOST_PATIENCE)
-                self._send(_Message(_WAITS, *operation), "waiting")
+                self._send(_Message(_WAITS, *operation))
 
     def _look(self) -> None:
         """Take in what the others have sent."""
@@ -300,7 +292,8 @@ class Monitor:
         except LinkError:
             self._receives.pop(peer)
         kind, number, step, text, _ = _LAYOUT.unpack(room.numpy().tobytes())
-        return _Message(kind, number, step, text.rstrip(b"\0").decode("ascii", "replace"))
+        words = text.rstrip(b"\0").decode("ascii", "replace")
+        return _Message(kind, number, step, "".join(c if c.isprintable() else "?" for c in words))  # a peer's
 
     def _hear(self, peer: int, message: _Message) -> None:
         self._heard[peer] = time.monotonic()
@@ -311,7 +304,7 @@ class Monitor:
         theirs = Operation(message.number, message.step, message.what)
         if message.kind == _WAITS:  # what this replica does in its place; nothing yet: it is behind, and lives
             answer = self._operations.get(message.number) or Operation(message.number, self.own_step(), "")
-            self._send(_Message(_ANSWERS, *answer), "waiting", to=peer)
+            self._send(_Message(_ANSWERS, *answer), to=peer)
             self._elsewhere[peer] = theirs
         if theirs.what:
             self._compare(peer, theirs)
@@ -321,7 +314,7 @@ class Monitor:
         own = self._operations.get(theirs.number)
         if own and own != theirs and self._error is None:
             self._error = DisagreementError(_differ(peer, theirs, self._group.rank, own, self._by_rate))
-            self._send(_Message(_ANSWERS, *own), "waiting", to=peer)
+            self._send(_Message(_ANSWERS, *own), to=peer)
 
     def _late(self, operation: Operation, seconds: float) -> str:
         with self._lock:
@@ -335,15 +328,15 @@ class Monitor:
 
     def _expect(self, peer: int) -> tuple[Transfer, Tensor]:
         room = torch.zeros(_LAYOUT.size, dtype=torch.uint8)
-        return self._group.post(self._tag, {}, {peer: room}, "waiting"), room
+        return self._group.post(self._tag, {}, {peer: room}), room
 
-    def _send(self, message: _Message, purpose: str, to: int | None = None) -> Transfer | None:
+    def _send(self, message: _Message, to: int | None = None) -> Transfer | None:
         text = message.what.encode("ascii", "replace")[:750]
         packed = bytearray(_LAYOUT.pack(message.kind, message.number, message.step, text, 1))
         own = torch.frombuffer(packed, dtype=torch.uint8)
         with suppress(LinkError):  # the group was closed, so no replica waits
             transfer = self._group.post(
-                self._tag, dict.fromkeys(self._heard if to is None else (to,), own), {}, purpose
+                self._tag, dict.fromkeys(self._heard if to is None else (to,), own), {}, _PURPOSE
             )
             self._sent.append(transfer)
             return transfer
@@ -361,7 +354,7 @@ def _run(monitor: ref[Monitor], closed: threading.Event) -> None:
 
 def done_in(future: Future[Any]) -> Callable[[float], object]:
     """For `Monitor.wait`: whether `future` is done."""
-    return lambda seconds: futures.wait([future], seconds).done
+    return lambda seconds: future.done() or futures.wait([future], seconds).done
 
 
 def _left(peer: int, last: _Message, operation: Operation, alike: bool = False) -> PeerError | None:

@@ -165,8 +165,9 @@ class RoundPipeline:
 
     def gather(self, payload: bytes, limit: int, purpose: str, step: int) -> list[bytes]:
         """Gather like `comm.group.gather`, after `step` on all replicas. Raises as `Monitor.run`."""
+        operation = f"{purpose} {step}"
         return self.monitor.run(
-            lambda: gather(self.context.group, payload, limit, purpose, str(step)), f"the gather of {purpose}", step
+            lambda: gather(self.context.group, payload, limit, purpose, operation), f"the gather of {purpose}", step
         )
 
     def landed(self, update: RoundUpdate, began: float) -> None:
