@@ -10,10 +10,12 @@ import heapq
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -25,16 +27,18 @@ Order = tuple[int, ...]  # the step of landing, then the order of departure
 
 
 T = TypeVar("T")
+_Jobs = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 class JobThread:
-    """A thread that runs jobs in order. The end of the process does not wait for it, unlike for those of `concurrent.futures`: it may wait for a
-    peer that never comes, and Ctrl-C must end the process then.
+    """A thread that runs jobs in order, until it is closed or nobody holds it. The end of the process does not wait for it, unlike for those of
+    `concurrent.futures`: it may wait for a peer that never comes, and Ctrl-C must end the process then.
     """
 
     def __init__(self, name: str) -> None:
         self._name, self._lock = name, threading.Lock()
-        self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._jobs: _Jobs = SimpleQueue()
+        weakref.finalize(self, self._jobs.put, None)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -46,7 +50,7 @@ class JobThread:
                 raise RuntimeError(f"the thread {self._name} has ended.")
             self._jobs.put((lambda: job(*args), future))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
                 self._thread.start()
         return future
 
@@ -54,22 +58,24 @@ class JobThread:
         """End the thread after the jobs that were given, or after the present one: `cancel` the others. `wait` for its end."""
         with self._lock:
             self._closed = True
-            while cancel and not self._jobs.empty():
-                if job := self._jobs.get():
-                    job[1].cancel()
+            with suppress(Empty):  # the thread takes jobs, too
+                while cancel:
+                    if job := self._jobs.get_nowait():
+                        job[1].cancel()
             self._jobs.put(None)
         if wait and self._thread:
             self._thread.join()
 
-    def _run(self) -> None:
-        while job := self._jobs.get():
-            task, future = job
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(task())
-                except BaseException as error:  # raised in the thread that waits for the result
-                    future.set_exception(error)
-            del job, task, future  # a thread that waits for its next job keeps no buffers
+
+def _run(jobs: _Jobs) -> None:
+    while job := jobs.get():
+        task, future = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(task())
+            except BaseException as error:  # raised in the thread that waits for the result
+                future.set_exception(error)
+        del job, task, future  # a thread that waits for its next job keeps no buffers
 
 
 class SendQueue:
