@@ -328,7 +328,7 @@ class Monitor:
 
     def _expect(self, peer: int) -> tuple[Transfer, Tensor]:
         room = torch.zeros(_LAYOUT.size, dtype=torch.uint8)
-        return self._group.post(self._tag, {}, {peer: room}), room
+        return self._group.post(self._tag, {}, {peer: room}, _PURPOSE), room
 
     def _send(self, message: _Message, to: int | None = None) -> Transfer | None:
         text = message.what.encode("ascii", "replace")[:750]
