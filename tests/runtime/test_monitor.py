@@ -141,6 +141,7 @@ def test_a_replica_that_gives_no_sign_of_life_is_lost_after_the_time_out() -> No
         if group.rank:
             attached._driver._flights.pipeline.monitor.close()  # as if its machine stood still
             over.wait()
+            attached.close()
             return
         with pytest.raises(tw.LinkError, match=r"replica 1 has given no sign of life for 1 s.*round 0 of fragment 0"):
             inner_step(model, attached.optimizer, *batch(0, 0, 1))

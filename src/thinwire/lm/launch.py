@@ -372,6 +372,7 @@ def stopping(stop: Stop, raises: bool = True) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    stop.heeded = True
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         before[signal.SIGHUP] = signal.signal(signal.SIGHUP, handle)
@@ -390,7 +391,7 @@ def _stop_with_the_launcher(stop: Stop, has_the_hub: bool) -> None:
         time.sleep(1.0)
     stop.orphaned = True
     stop.set()
-    if has_the_hub:  # without it the replicas can no longer agree on the step of the stop
+    if has_the_hub or not stop.heeded:  # the replicas cannot agree on the step of a stop without the hub, nor before they have met
         time.sleep(_ORPHAN_SECONDS)
         os._exit(128 + stop.number)
 
