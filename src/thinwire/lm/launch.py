@@ -391,7 +391,9 @@ def _stop_with_the_launcher(stop: Stop, has_the_hub: bool) -> None:
         time.sleep(1.0)
     stop.orphaned = True
     stop.set()
-    if has_the_hub or not stop.heeded:  # the replicas cannot agree on the step of a stop without the hub, nor before they have met
+    if (
+        has_the_hub or not stop.heeded
+    ):  # the replicas cannot agree on the step of a stop without the hub, nor before they have met
         time.sleep(_ORPHAN_SECONDS)
         os._exit(128 + stop.number)
 
