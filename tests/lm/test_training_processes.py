@@ -353,5 +353,5 @@ def test_a_refused_resume_names_the_process_that_holds_the_run(
     ) as holder:
         assert holder.stdout and holder.stdout.readline()
         assert main(["resume", str(folder), "--steps", "12"]) != 0
-        assert f"a run is active in this folder (process {holder.pid})" in capsys.readouterr().err
+        assert f"a run is active in {folder} (process {holder.pid}); wait" in capsys.readouterr().err
         holder.communicate("\n")

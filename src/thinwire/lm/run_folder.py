@@ -66,8 +66,10 @@ def check_folder(run: Run, folder: Path, resume: bool, replica: str) -> None:
         )
     if resume:
         check_ranks(folder, replica)
-    if any(being_written(path) for path in folder.glob(f"events/{replica}.jsonl")):
-        raise ConfigurationError(f"a run is active in {folder}; wait until it has stopped, or choose another --out.")
+    if active := [path for path in folder.glob(f"events/{replica}.jsonl") if being_written(path)]:
+        raise ConfigurationError(
+            f"a run is active in {folder}{held_by(*active)}; wait until it has stopped, or choose another --out."
+        )
     held = sorted(path.stem for path in folder.glob("events/*.jsonl"))
     if not run.placement.elastic or not held:
         return

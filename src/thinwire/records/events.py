@@ -156,7 +156,7 @@ class EventLog:
                 "Choose another run folder, or free this one."
             ) from error
         if not locked:
-            holder = held_by(self._file)
+            holder = held_by(self.path)
             self._file.close()
             raise DataError(
                 f"{self.path} is being written: a run is active in this folder{holder}. Wait until it has stopped, or choose "

@@ -161,16 +161,13 @@ def lock(file: int | IO[Any], wait: bool = True) -> bool:
     return True
 
 
-def held_by(file: int | IO[Any]) -> str:
-    """The processes of this machine that hold the lock of an open file, as words for a message; "" if the system does not tell."""
+def held_by(*files: int | Path) -> str:
+    """The processes of this machine that hold the locks of files, as words for a message; "" if the system does not tell."""
     try:
-        stat, lines = (
-            os.fstat(file if isinstance(file, int) else file.fileno()),
-            Path("/proc/locks").read_text().splitlines(),
-        )
+        stats, lines = [os.stat(file) for file in files], Path("/proc/locks").read_text().splitlines()  # noqa: PTH116  # numbers, too
     except OSError:
         return ""
-    place = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
-    fields = [line.split() for line in lines]
-    pids = sorted({words[4] for words in fields if words[1] == "FLOCK" and words[5] == place and words[4] != "-1"})
-    return f" (process {', '.join(pids)})" if pids else ""
+    places = {f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}" for stat in stats}
+    locks = [words for line in lines if (words := line.split())[1] == "FLOCK" and words[5] in places]
+    pids = sorted({int(words[4]) for words in locks if words[4] != "-1"})
+    return f" (process {', '.join(map(str, pids))})" if pids else ""
