@@ -254,3 +254,40 @@ def test_absent_ranks_are_named(rank):
     with pytest.raises(LinkError, match=f"rank {rank} of 2 could not join at 127.0.0.1:.* within 1 s"):
         start_torch(rank, 2, "127.0.0.1", free_port(), 1.0)
     assert not dist.is_initialized()
+
+
+MEETING = """
+import os, signal, sys, threading, time, traceback
+from thinwire.comm import TorchGroup, start_torch
+
+def interrupt(where):
+    main = threading.main_thread().ident
+    while not any(frame.name == where for frame in traceback.extract_stack(sys._current_frames()[main])):
+        time.sleep(0.01)
+    time.sleep(0.5)  # most likely it waits outside Python by now; it ends in either case
+    os.kill(os.getpid(), int(sys.argv[3]))
+
+rank, waits = int(sys.argv[1]), sys.argv[4]
+if rank == 0:
+    threading.Thread(target=interrupt, args=(waits,), daemon=True).start()
+start_torch(rank, 2, "127.0.0.1", int(sys.argv[2]), 600.0)
+if rank:
+    print("joined", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+TorchGroup.from_world(2, 600.0)
+"""
+
+
+@pytest.mark.parametrize("waits", ["start_torch", "from_world"])
+def test_ctrl_c_ends_a_process_that_waits_for_others_to_meet(waits: str) -> None:
+    """The other one has not begun, or stands still before it makes its group."""
+    port, others = str(free_port()), []
+    command = [sys.executable, "-c", MEETING]
+    first = subprocess.Popen([*command, "0", port, str(int(signal.SIGINT)), waits], stderr=subprocess.PIPE, text=True)
+    if waits == "from_world":
+        others.append(subprocess.Popen([*command, "1", port, "0", ""], stdin=subprocess.PIPE))
+    said = first.communicate()[1]
+    for other in others:
+        other.communicate()
+    assert first.returncode == -signal.SIGINT and "KeyboardInterrupt" in said, said

@@ -13,6 +13,7 @@ from strategies import METHODS, each
 import thinwire as tw
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.policy import Deciding
+from thinwire.runtime.monitor import _LAYOUT
 from thinwire.testing import strategies
 from thinwire.testing.strategies import all_agree
 from thinwire.testing.toy import Shuffled, adamw, batch, inner_step, journey, same_bits, sgd, toy, weighs, weights
@@ -23,7 +24,11 @@ methods = pytest.mark.parametrize("name", each(METHODS))
 @cache
 def counted(name, replicas):
     """Returns a run of a method with its bytes counted, which several laws use."""
-    return strategies.counted(METHODS[name], replicas)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "thinwire.runtime.monitor.PATIENCE", 600.0
+        )  # no replica asks where another one is, under any load
+        return strategies.counted(METHODS[name], replicas)
 
 
 def momentum_sgd(model):
@@ -212,13 +217,12 @@ def test_law_5_predicted_is_counted(name, replicas):
             assert all(at["messages"] == len(departures) for at in peers.values())
         told = [tells(strategy, fragments[e["fragment"]], e["round"]) for e in departures if rank == 0]
         assert ledger.sent("policy") == sum(HEADER_NBYTES + 4 * count for count in told if count) * (replicas - 1)
-        assert ledger.sent("finish") == ledger.received("finish") == 8 * (replicas - 1)
+        assert ledger.sent("monitor") == ledger.received("monitor") == _LAYOUT.size * (replicas - 1)
         products = strategy.exchange.nbytes_products(replicas) if strategy.aggregate.needs_products else 0
         assert ledger.sent("products") == products * len(departures)
         assert ledger.sent("buffers") == 40 * (replicas - 1)  # two digests, and their length
-        looks = sum(
-            e["fragment"] == 0 and e["round"] < 3 for e in departures
-        )  # at a sample; and at the end at all values
+        # at a sample; and at the end at all values
+        looks = sum(e["fragment"] == 0 and e["round"] < 3 for e in departures)
         assert ledger.sent("frozen parameters") == (24 + 8 * looks) * (replicas - 1)
         named = (
             "packet",
@@ -228,7 +232,7 @@ def test_law_5_predicted_is_counted(name, replicas):
             "policy",
             "products",
             "comparison",
-            "finish",
+            "monitor",
             "frozen parameters",
         )
         assert ledger.sent() == sum(ledger.sent(purpose) for purpose in named)

@@ -308,3 +308,51 @@ def test_replicas_end_if_their_launcher_is_killed_before_they_begin(tmp_path: Pa
             with suppress(ProcessLookupError):
                 os.kill(one, signal.SIGKILL)
     assert not (tmp_path / "run/model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [{"carrier": "processes"}, {"carrier": "secure"}, {"carrier": "secure", "exchange": 'Star("hub")'}], ids=str
+)
+def test_all_processes_end_if_their_launcher_is_killed_in_training(
+    tmp_path: Path, text: str, more: dict[str, str]
+) -> None:
+    """Over the secure carrier the hub dies with it, so that the replicas cannot agree on a step any more; none waits for the time-out. A resume
+    before they have ended names them.
+    """
+    folder = tmp_path / "run"
+    small_run(text, steps=1_000_000, **more).save(tmp_path / "run.toml")
+    command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(folder)]
+    launcher, others = subprocess.Popen(command, stdout=subprocess.DEVNULL), list[int]()
+    try:
+        while len({path.parent for path in folder.glob("checkpoints/*/step-*")}) < 2:
+            time.sleep(0.05)
+        others = tree(launcher.pid)[1:]
+        launcher.kill()
+        launcher.wait()
+        while any(map(_lives, others)):
+            time.sleep(0.1)
+    finally:
+        for one in (launcher.pid, *others):
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+    assert len(others) == 2 + ("exchange" in more)
+
+
+def test_a_refused_resume_names_the_process_that_holds_the_run(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command was killed, and a replica still lives."""
+    folder = tmp_path / "run"
+    run_in(folder, small_run(text, steps=6))
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
+    )
+    log = folder / "events/replica-0.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, log], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout and holder.stdout.readline()
+        assert main(["resume", str(folder), "--steps", "12"]) != 0
+        assert f"a run is active in {folder} (process {holder.pid}); wait" in capsys.readouterr().err
+        holder.communicate("\n")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import threading
 from itertools import pairwise
 
 import pytest
 import torch
 
 import thinwire as tw
-from thinwire.comm import Link, LinkedGroup
 from thinwire.membership.view import difference
 from thinwire.runtime import handshake
 from thinwire.runtime.handshake import (
-    Finished,
     agree_on_resume,
     agree_on_weights,
     check_start,
@@ -118,54 +115,3 @@ def test_nonfinite_first_weights_are_refused():
     check_start(fragments, [torch.zeros(2), torch.ones(2)])
     with pytest.raises(tw.ModelError, match=f"fragment '{fragments[1].name}' of replica 0 holds NaN"):
         check_start(fragments, [torch.zeros(2), torch.tensor([0.0, torch.inf])])
-
-
-def test_a_peer_that_left_early_is_named_with_its_step():
-    """Replica 1 finishes after 300 steps, and replica 2 closes its Replica after as many; replica 0 needed them until then."""
-    left = tw.LinkError("has left")
-    left.peer = 1
-
-    def replica(group: tw.ThreadGroup) -> None:
-        finished = Finished(group)
-        assert finished.gone(1) is None
-        if group.rank:
-            finished.tell(300, finished=group.rank == 1)
-            finished.tell(301)  # only the first counts
-            return
-        error = finished.explained(left, 301)
-        assert isinstance(error, tw.DisagreementError) and "replica 1 has finished after 300" in str(error)
-        assert finished.explained(left, 300) is left and finished.gone(300) is None
-        with pytest.raises(tw.LinkError, match="replica 2 closed its Replica after 300 inner steps, before it had fin"):
-            finished.agree(300)
-        with pytest.raises(tw.DisagreementError, match=r"replica 1 has finished after 300 .* has counted 299"):
-            finished.agree(299)
-
-    tw.run_threads(3, replica)
-
-
-def test_a_replica_that_finishes_says_that_it_waits_for_all():
-    def replica(group: tw.ThreadGroup) -> None:
-        if group.rank == 0:
-            with pytest.raises(
-                tw.LinkError, match=r"replica 1 closed .* has finished after 5 inner steps and waits for all"
-            ):
-                Finished(group).agree(5)
-
-    tw.run_threads(2, replica)
-
-
-def test_a_replica_that_closes_its_group_at_the_end_has_sent_its_number():
-    """What is still on the uplink then would never arrive."""
-    told = threading.Event()
-
-    def replica(group: tw.ThreadGroup) -> None:
-        linked = LinkedGroup(group, Link(1e9, delay_seconds=0.0 if group.rank else 0.3))
-        finished = Finished(linked)
-        if group.rank == 0:
-            told.wait()
-        finished.tell(5)
-        told.set()
-        finished.agree(5)
-        linked.close()
-
-    tw.run_threads(2, replica)

@@ -24,7 +24,7 @@ NAMES = ("replica-0", "replica-1", "replica-2")
 
 def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:
     """A place to meet; an inner step lasts a second of its time."""
-    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(send_queue, "JobThread", Inline)
     monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
     monkeypatch.setattr(round_thread, "ThreadPoolExecutor", Inline)
     there, inner_step = SimulatedCluster(), trainer.Trainer._inner_step

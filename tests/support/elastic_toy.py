@@ -42,7 +42,7 @@ PHASES = ["call", "called", "connect", "put", "all", "settle", "wait", "post"]
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the send queue run its calls at once in the same thread."""
-    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(send_queue, "JobThread", Inline)
     monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
 
 

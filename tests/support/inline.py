@@ -24,8 +24,10 @@ class Inline(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
 
+    def close(self, wait: bool = False, cancel: bool = False) -> None: ...
+
 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(send_queue, "JobThread", Inline)
     monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)

@@ -8,7 +8,10 @@ or emulate a link need only these few methods.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -17,8 +20,15 @@ from torch import Tensor
 from thinwire.errors import ConfigurationError, LinkError
 
 _LENGTH = struct.Struct("<Q")
-TAGS = 1 << 30  # carriers take tags below this; `gather` uses the next two
-FINISH = TAGS + 2  # the tag of messages with the purpose "finish"
+TAGS = 1 << 30  # carriers take tags below this; a `gather` uses two of the next ones
+_GATHERS = 1 << 28  # operations that `gather` tells apart
+CONTROL, CONTROL_TAGS = (
+    TAGS + 2 * _GATHERS,
+    1 << 16,
+)  # the first tag of the messages of monitors, and the number of these tags
+TIMEOUT = 1800.0  # seconds of a wait, as torch.distributed's own: a first step that compiles, a slow loader, a long evaluation
+_FOREVER = 10 * 365 * 86400.0  # seconds; what carriers can still add to a clock
+_waits = threading.local()  # whether the waits of this thread are unlimited
 
 
 Messages = Mapping[int, Tensor]  # by the rank of the peer
@@ -101,11 +111,26 @@ class WrappedGroup:
         self.group.close()
 
 
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """A context in which this thread's waits do not end for time: who waits looks otherwise whether the peers live (`runtime/monitor.py`)."""
+    before, _waits.unlimited = getattr(_waits, "unlimited", False), True
+    try:
+        yield
+    finally:
+        _waits.unlimited = before
+
+
+def limit(timeout: float) -> float:
+    """Most seconds of a wait of this thread on a carrier that has `timeout`."""
+    return _FOREVER if getattr(_waits, "unlimited", False) else timeout
+
+
 def travelling(group: Group, tag: int, messages: Messages) -> dict[int, Tensor]:
     """The `messages` that are sent (empty ones are not, on any carrier); all are checked first, by the size of the group below."""
     while isinstance(group, WrappedGroup):
         group = group.group
-    if not 0 <= tag <= FINISH:
+    if not 0 <= tag < CONTROL + CONTROL_TAGS:
         raise ConfigurationError(f"tag {tag} was given; a tag is needed in 0..{TAGS - 1}.")
     for peer, message in messages.items():
         if peer == group.rank or not 0 <= peer < group.size:
@@ -126,17 +151,19 @@ def travelling(group: Group, tag: int, messages: Messages) -> dict[int, Tensor]:
     return {peer: message for peer, message in messages.items() if message.numel()}
 
 
-def gather(group: Group, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+def gather(group: Group, payload: bytes, limit: int, purpose: str, operation: str = "") -> list[bytes]:
     """Return the `payload` of every replica in rank order, on every replica.
 
-    Lengths are sent first (8 bytes each) and checked against `limit` before memory is allocated. Every gather uses the same two tags, so
-    a group can have one at a time.
+    Lengths are sent first (8 bytes each) and checked against `limit` before memory is allocated. A group can have one gather of an
+    `operation` at a time.
 
     Args:
         group: the replicas; all call this.
         payload: this replica's bytes, of any length up to `limit`.
         limit: the most bytes of one payload.
         purpose: a word for the ledger and for messages.
+        operation: what it belongs to, such as the purpose and the inner step: gathers of unlike operations never take each other's
+            messages, but wait.
 
     Raises:
         LinkError: a peer is gone or too late, or a payload is longer than `limit`.
@@ -148,9 +175,10 @@ def gather(group: Group, payload: bytes, limit: int, purpose: str) -> list[bytes
     if len(payload) > limit:
         raise LinkError(f"{purpose}: {len(payload)} bytes to send, at most {limit} are allowed; send less.")
     peers = [peer for peer in range(group.size) if peer != group.rank]
+    tag = TAGS + 2 * (zlib.crc32(operation.encode()) % _GATHERS)  # crc32 of nothing is 0
     own_length = torch.frombuffer(bytearray(_LENGTH.pack(len(payload))), dtype=torch.uint8)
     lengths = {peer: torch.zeros(_LENGTH.size, dtype=torch.uint8) for peer in peers}
-    group.post(TAGS, {peer: own_length for peer in peers}, lengths, purpose).wait()
+    group.post(tag, {peer: own_length for peer in peers}, lengths, purpose).wait()
     sizes = {peer: _LENGTH.unpack(bytes(lengths[peer].tolist()))[0] for peer in peers}
     for peer, size in sizes.items():
         if size > limit:
@@ -160,7 +188,7 @@ def gather(group: Group, payload: bytes, limit: int, purpose: str) -> list[bytes
             )
     body = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
     bodies = {peer: torch.zeros(size, dtype=torch.uint8) for peer, size in sizes.items() if size}
-    group.post(TAGS + 1, {peer: body for peer in peers} if payload else {}, bodies, purpose).wait()
+    group.post(tag + 1, {peer: body for peer in peers} if payload else {}, bodies, purpose).wait()
     return [
         payload if rank == group.rank else bytes(bodies[rank].numpy().tobytes()) if rank in bodies else b""
         for rank in range(group.size)

@@ -16,11 +16,15 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 _FILES = Path("/proc/self/fd")
 _SO_ATTACH_FILTER = 26  # Linux; Python gives it no name
@@ -61,6 +65,23 @@ def keep_from_children(files: Iterable[SocketFile]) -> None:
         _kept.add(file)
     if _kept:
         _watch_forks()
+
+
+def interruptibly(task: Callable[[], T]) -> T:
+    """What `task` returns. In the main thread it runs on another one: torch waits for peers outside Python, where no signal is heard."""
+    if threading.current_thread() is not threading.main_thread():
+        return task()
+    done: Future[T] = Future()
+
+    def body() -> None:
+        try:
+            done.set_result(task())
+        except BaseException as error:  # raised in the thread that waits
+            done.set_exception(error)
+
+    # a daemon, unlike those of concurrent.futures: the end of the process does not wait for it
+    threading.Thread(target=body, name="thinwire-meeting", daemon=True).start()
+    return done.result()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from thinwire.comm.group import Messages, Sized, travelling
+from thinwire.comm.group import TIMEOUT, Messages, Sized, limit, travelling
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class _ThreadTransfer:
     def wait(self) -> None:
         group, hub = self._group, self._group._hub
         with hub.changed:
-            in_time = hub.changed.wait_for(self._settled, group.timeout)
+            in_time = hub.changed.wait_for(self._settled, limit(group.timeout))
             errors = [receive.error for receive in self._receives if receive.error]
             missing = sorted({receive.peer for receive in self._receives if not receive.done})
             for receive in self._receives:
@@ -144,7 +144,7 @@ class ThreadGroup:
         self._hub, self.rank, self.size, self.timeout = hub, rank, size, timeout
 
     @classmethod
-    def create(cls, size: int, timeout: float = 60.0) -> list[ThreadGroup]:
+    def create(cls, size: int, timeout: float = TIMEOUT) -> list[ThreadGroup]:
         """The groups of `size` replicas, in rank order, one for each thread."""
         if size < 1 or not timeout > 0:
             raise ConfigurationError(
@@ -178,7 +178,7 @@ class ThreadGroup:
             self._hub.changed.notify_all()
 
 
-def run_threads(size: int, fn: Callable[[ThreadGroup], T], timeout: float = 60.0) -> list[T]:
+def run_threads(size: int, fn: Callable[[ThreadGroup], T], timeout: float = TIMEOUT) -> list[T]:
     """Run `fn(group)` on `size` replicas, one thread each; their results in rank order.
 
     A replica's group closes when its `fn` ends, so no replica waits for one that has left. If several raise, this raises the

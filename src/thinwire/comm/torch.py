@@ -31,12 +31,21 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.comm.address import CheckedAddresses
-from thinwire.comm.group import FINISH, Messages, Sized, Transfer, travelling
+from thinwire.comm.group import CONTROL, CONTROL_TAGS, TIMEOUT, Messages, Sized, Transfer, limit, travelling
 from thinwire.comm.pacing import connections, pace
-from thinwire.comm.sockets import kept_from_children, listen, listening, loopback, only_here, shut, shut_new
+from thinwire.comm.sockets import (
+    interruptibly,
+    kept_from_children,
+    listen,
+    listening,
+    loopback,
+    only_here,
+    shut,
+    shut_new,
+)
 from thinwire.errors import ConfigurationError, LinkError
 
-_NEVER = FINISH + 1  # a tag that no message has
+_NEVER = CONTROL + CONTROL_TAGS  # a tag that no message has
 _LEFT_ADVICE = "See there why, then start all replicas again from their last checkpoints."
 _SEND, _RECEIVE = "send to", "receive from"
 
@@ -78,7 +87,8 @@ class _TorchTransfer:
         if isinstance(work, RuntimeError):
             return work
         try:
-            work.wait(timedelta(seconds=self._group.timeout))
+            within = timedelta(seconds=limit(self._group.timeout))
+            interruptibly(lambda: work.wait(within))
         except RuntimeError as error:
             return error.with_traceback(None)
         del messages[0]
@@ -93,7 +103,7 @@ class TorchGroup:
 
     Args:
         process_group: of torch.distributed, one rank per replica; usually `from_world` makes it.
-        timeout: seconds that a `wait` lasts at most; longer than the slowest replica can be late.
+        timeout: seconds that a `wait` lasts at most; within a `Replica`, seconds without a sign of life (docs/own-loop.md).
         shard, shards: the rank of this process within its replica; ranks per replica.
         site: the group of this replica's shards.
 
@@ -133,7 +143,7 @@ class TorchGroup:
 
     @classmethod
     @kept_from_children()
-    def from_world(cls, replicas: int, timeout: float = 60.0, uplink: float | None = None) -> TorchGroup:
+    def from_world(cls, replicas: int, timeout: float = TIMEOUT, uplink: float | None = None) -> TorchGroup:
         """The group of this process in a world of `replicas` times shards ranks, after `init_process_group`.
 
         World rank r is shard r % shards of replica r // shards. Every rank of the world must call this at the same
@@ -159,7 +169,8 @@ class TorchGroup:
         replica, shard = divmod(rank, shards)
 
         def subgroup(ranks: list[int]) -> dist.ProcessGroup:
-            made: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo")
+            within = timedelta(seconds=timeout)
+            made: dist.ProcessGroup = interruptibly(lambda: dist.new_group(ranks, timeout=within, backend="gloo"))
             return made
 
         before, heard_before = connections(), set(listening())
@@ -258,7 +269,8 @@ def connect(store: Store, rank: int, size: int, host: str, seconds: float) -> di
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     addresses = CheckedAddresses(store, size)
     try:
-        made: dist.ProcessGroup = dist.ProcessGroupGloo(addresses, rank, size, options)  # type: ignore[assignment]
+        gloo = interruptibly(lambda: dist.ProcessGroupGloo(addresses, rank, size, options))
+        made: dist.ProcessGroup = gloo  # type: ignore[assignment]
     except RuntimeError as error:  # torch's DistError and similar errors, which have many lines
         raise LinkError(str(error).strip().split("\n")[0]) from error
     for file, address in listening().items():
@@ -273,7 +285,7 @@ def start_torch(
     world_size: int,
     master_addr: str,
     master_port: int,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = TIMEOUT,
     backend: str = "gloo",
     prefix: str | None = None,
 ) -> None:
@@ -303,10 +315,13 @@ def start_torch(
     timeout = timedelta(seconds=timeout_seconds)
     where = f"{master_addr}:{master_port}"
     try:
-        store = _tcp_store(rank, None if prefix else world_size, master_addr, master_port, timeout)
+        keeps = None if prefix else world_size
+        store = interruptibly(lambda: _tcp_store(rank, keeps, master_addr, master_port, timeout))
         prefixed = PrefixStore(prefix, store) if prefix else store
         before, heard_before = connections(), set(listening())
-        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+        interruptibly(
+            lambda: dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+        )
         shut_new(heard_before, connections() - before, world_size - 1)
     except (RuntimeError, OSError) as error:  # also torch's DistError
         reason = _first_line(error)

@@ -10,10 +10,13 @@ import heapq
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -23,12 +26,64 @@ WINDOW_NBYTES = 1 << 21
 Order = tuple[int, ...]  # the step of landing, then the order of departure
 
 
+T = TypeVar("T")
+_Jobs = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+
+
+class JobThread:
+    """A thread that runs jobs in order, until it is closed or nobody holds it. The end of the process does not wait for it, unlike for those of
+    `concurrent.futures`: it may wait for a peer that never comes, and Ctrl-C must end the process then.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._jobs: _Jobs = SimpleQueue()
+        weakref.finalize(self, self._jobs.put, None)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, job: Callable[..., T], *args: Any) -> Future[T]:
+        """Run `job(*args)` after the jobs before it. Raises `RuntimeError` after `close`."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the thread {self._name} has ended.")
+            self._jobs.put((lambda: job(*args), future))
+            if self._thread is None:
+                self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+                self._thread.start()
+        return future
+
+    def close(self, wait: bool = False, cancel: bool = False) -> None:
+        """End the thread after the jobs that were given, or after the present one: `cancel` the others. `wait` for its end."""
+        with self._lock:
+            self._closed = True
+            with suppress(Empty):  # the thread takes jobs, too
+                while cancel:
+                    if job := self._jobs.get_nowait():
+                        job[1].cancel()
+            self._jobs.put(None)
+        if wait and self._thread:
+            self._thread.join()
+
+
+def _run(jobs: _Jobs) -> None:
+    while job := jobs.get():
+        task, future = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(task())
+            except BaseException as error:  # raised in the thread that waits for the result
+                future.set_exception(error)
+        del job, task, future  # a thread that waits for its next job keeps no buffers
+
+
 class SendQueue:
     """One thread that runs jobs: the lowest `order` first, and jobs of equal order in the order of arrival."""
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self._group, self._clock = group, clock
-        self._thread = ThreadPoolExecutor(1, "thinwire-outbound")
+        self._thread = JobThread("thinwire-outbound")
         self._lock = threading.Lock()
         self._count = itertools.count()
         self._waiting: list[tuple[Order, int, Callable[[], Any], Future[Any]]] = []
@@ -67,7 +122,7 @@ class SendQueue:
             forgotten, self._waiting = self._waiting, []
         for *_, future in forgotten:
             future.cancel()
-        self._thread.shutdown(wait=wait)
+        self._thread.close(wait)
 
     def _next(self) -> None:
         with self._lock:

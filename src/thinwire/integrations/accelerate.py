@@ -31,6 +31,7 @@ with needs("accelerate"):
 
 from thinwire import checkpoint
 from thinwire.comm import Group
+from thinwire.comm.group import TIMEOUT
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import count_skipped, world
 from thinwire.integrations.traffic import told
@@ -78,7 +79,7 @@ class LocalSGD:
         *,
         strategy: Strategy | None = None,
         group: Group | None = None,
-        timeout: float = 1800.0,
+        timeout: float = TIMEOUT,
         observer: Observer = silent,
     ) -> None:
         if (local_sgd_steps is None) == (strategy is None):

@@ -33,6 +33,7 @@ with needs("lightning"):
     from lightning.pytorch.utilities import rank_zero_info
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
+from thinwire.comm.group import TIMEOUT
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import equalize, newest_of_all, sample
 from thinwire.integrations.lightning_checks import (
@@ -56,8 +57,6 @@ from thinwire.runtime.loop_warnings import silent
 from thinwire.runtime.model_buffers import floating
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
-
-_TIMEOUT = 1800.0  # seconds, as torch.distributed's own
 
 
 class ThinwireCallback(Callback):
@@ -233,7 +232,7 @@ class ThinwireCallback(Callback):
                 self.strategy, module, trainer.optimizers, member, reader=reader, resume=resume, observer=self._observer
             )  # fmt: skip
 
-        return meet(member, attach, _TIMEOUT)
+        return meet(member, attach, TIMEOUT)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batches += 1
@@ -400,8 +399,8 @@ def _meet(rank: int, size: int) -> Group:
         return ThreadGroup.create(1)[0]
     if not dist.is_initialized():
         world = TorchElasticEnvironment()
-        start_torch(rank, size, world.main_address, world.main_port, _TIMEOUT, prefix="thinwire")
-    return TorchGroup.from_world(size, timeout=_TIMEOUT)
+        start_torch(rank, size, world.main_address, world.main_port, TIMEOUT, prefix="thinwire")
+    return TorchGroup.from_world(size, timeout=TIMEOUT)
 
 
 def _load(found: Mapping[str, Any], own: Mapping[str, Tensor], replica: Replica) -> None:

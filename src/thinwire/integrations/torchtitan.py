@@ -25,6 +25,7 @@ with needs("torchtitan"):
     from torchtitan.config.override import override
 
 from thinwire.comm import Group
+from thinwire.comm.group import TIMEOUT
 from thinwire.errors import ConfigurationError
 from thinwire.integrations.members import keep_to_the_end, meet
 from thinwire.integrations.traffic import told
@@ -35,7 +36,6 @@ from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
 STATE = "thinwire"  # key in the states of the checkpointer
-_TIMEOUT = 1800.0  # seconds that the first member waits for others, as torch.distributed's own
 
 
 class Built(Protocol):
@@ -99,7 +99,7 @@ def attach(
                     print(f"thinwire: {told(strategy, replica, group.size)}", flush=True)
                 yield replica
             return
-        with meet(group, attached, _TIMEOUT) as replica:
+        with meet(group, attached, TIMEOUT) as replica:
             states[STATE] = replica
             print(f"thinwire: {told(strategy, replica, 1)}", flush=True)
             with _follows(trainer, replica):

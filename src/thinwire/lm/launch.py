@@ -46,6 +46,7 @@ from thinwire.records.printable import printable_lines, quoted
 Tick = Callable[[], object]
 STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint (Ctrl-C again: at once)"
 _LAST_WORDS = 64 << 10  # most bytes at the end of a replica's output that are read
+_ORPHAN_SECONDS = 2.0  # seconds that a replica which has lost launcher and hub has for its last words
 _GRACE = 20.0  # seconds after a replica's failure in which the others may end by themselves
 
 
@@ -367,6 +368,8 @@ def stopping(stop: Stop, raises: bool = True) -> Iterator[None]:
     """
 
     def handle(number: int, frame: object) -> None:
+        if stop.orphaned:
+            os._exit(128 + number)
         if stop.is_set():
             if stop.launched or number == signal.SIGHUP:  # a shell may send a second SIGHUP at once
                 return
@@ -379,6 +382,7 @@ def stopping(stop: Stop, raises: bool = True) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    stop.heeded = True
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         before[signal.SIGHUP] = signal.signal(signal.SIGHUP, handle)
@@ -390,12 +394,18 @@ def stopping(stop: Stop, raises: bool = True) -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN if stop.launched else handler)
 
 
-def _stop_with_the_launcher(stop: threading.Event) -> None:
+def _stop_with_the_launcher(stop: Stop, has_the_hub: bool) -> None:
     """Stop as after Ctrl-C when the launcher is gone, because a killed launcher cannot forward a signal. It may be gone before this process
     has loaded its modules, so the last word of the command is its number."""
     while os.getppid() == int(sys.argv[-1]):
         time.sleep(1.0)
+    stop.orphaned = True
     stop.set()
+    if (
+        has_the_hub or not stop.heeded
+    ):  # the replicas cannot agree on the step of a stop without the hub, nor before they have met
+        time.sleep(_ORPHAN_SECONDS)
+        os._exit(128 + stop.number)
 
 
 def _free_port() -> int:
@@ -410,10 +420,13 @@ def main() -> int:
     return as_replica(lambda stop: train_as_rank(run_in(folder), folder, resume, stop=stop))
 
 
-def as_replica(train: Callable[[Stop], object], failed: int = 1) -> int:
-    """Train in a process that a launcher started, and end with the launcher. Returns the exit code; `failed` if it is an error of ours."""
+def as_replica(train: Callable[[Stop], object], failed: int = 1, has_the_hub: bool = False) -> int:
+    """Train in a process that a launcher started, and end with the launcher. Returns the exit code; `failed` if it is an error of ours.
+    `has_the_hub`: the hub of a fixed group is in the launcher's process.
+    """
     stop = Stop(launched=True)
-    threading.Thread(target=_stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
+    args = stop, has_the_hub
+    threading.Thread(target=_stop_with_the_launcher, args=args, name="thinwire-launcher-watch", daemon=True).start()
     try:
         train(stop)
     except ThinwireError as error:

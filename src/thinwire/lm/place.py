@@ -31,6 +31,8 @@ class Stop(threading.Event):
 
     number: int = signal.SIGTERM
     at_once: bool = False  # whether replicas that are threads end without a checkpoint
+    heeded: bool = False  # whether this process trains, and ends with a checkpoint when it is asked to stop
+    orphaned: bool = False  # whether the launcher is gone, so that nobody else could end this process
 
     def __init__(self, launched: bool = False) -> None:
         super().__init__()

@@ -46,8 +46,8 @@ class Placement(CheckedSettings):
     listen: str = "none"
     """Secure: HOST:PORT at which other replicas may reach this one, so that packets need not go by the hub; on one machine 127.0.0.1:0,
     any free port. none: no port is opened."""
-    timeout: float = 300.0
-    """Seconds that a replica waits for a packet before it stops with an error."""
+    timeout: float = 1800.0  # as `comm.group.TIMEOUT`
+    """Seconds without a sign of life of a replica that is waited for, after which the run stops with an error."""
     checkpoint_every: int = 100
     """Inner steps between checkpoints; 0 writes one at a stop only."""
     keep: int = 3

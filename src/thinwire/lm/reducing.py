@@ -1,6 +1,6 @@
 """The member that averages packets beside a hub, in a separate process: the hub itself reads no packet, and needs no torch.
 
-python -m thinwire.lm.reducing FOLDER REPLICAS [WORD]     beside the hub in FOLDER, until stdin has a line
+python -m thinwire.lm.reducing FOLDER REPLICAS ORPHAN_SECONDS [WORD]     beside the hub in FOLDER, until stdin has a line
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ def average(group: SecureGroup) -> str:
 
 @contextmanager
 def reducing(
-    folder: Path, replicas: int, word: str, ended: Callable[[int], object] = lambda code: None
-) -> Iterator[None]:
+    folder: Path, replicas: int, word: str, ended: Callable[[int], object] = lambda code: None,
+    orphan_seconds: float = _ORPHAN_SECONDS,
+) -> Iterator[None]:  # fmt: skip
     """A context in which a process averages for one group after another at the hub in `folder`; its log is `LOG` there. `ended` is called
-    with its exit code, on another thread, if the process ends by itself.
+    with its exit code, on another thread, if the process ends by itself. After the death of this process it averages for `orphan_seconds`
+    at most.
     """
-    command = [sys.executable, "-m", "thinwire.lm.reducing", str(folder), str(replicas), word]
+    command = [sys.executable, "-m", "thinwire.lm.reducing", str(folder), str(replicas), str(orphan_seconds), word]
     with (folder / LOG).open("ab") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
@@ -87,7 +89,8 @@ def _say(line: str) -> None:
 class _Process:
     """This process, which ends when stdin has a line; if its hub was killed, it ends when its group has ended."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, orphan_seconds: float) -> None:
+        self._orphan_seconds = orphan_seconds
         self._lock = (folder / "reducer.lock").open("w")
         self._averages = self._orphan = False
         threading.Thread(target=self._look_at_stdin, daemon=True).start()
@@ -107,14 +110,14 @@ class _Process:
     def _look_at_stdin(self) -> None:
         if not sys.stdin.buffer.read() and self._averages:
             self._orphan = True
-            time.sleep(_ORPHAN_SECONDS)
+            time.sleep(self._orphan_seconds)
         os._exit(0)
 
 
 def main() -> None:
     """Average for one group after another."""
     folder = Path(sys.argv[1])
-    _Process(folder).serve(folder, int(sys.argv[2]), "".join(sys.argv[3:]))
+    _Process(folder, float(sys.argv[3])).serve(folder, int(sys.argv[2]), "".join(sys.argv[4:]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.lm.resuming import check_ranks
 from thinwire.lm.run import Run
 from thinwire.records.events import LONGEST_LINE, being_written, recent_events
-from thinwire.records.files import check_inside, contents, lock
+from thinwire.records.files import check_inside, contents, held_by, lock
 from thinwire.records.printable import reason
 
 _DRAFT = ".run.toml"  # the run file of a run that is about to resume
@@ -30,9 +30,10 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
         yield
         return
     if not lock(held, wait=False):
+        holder = held_by(held)
         os.close(held)
         raise ConfigurationError(
-            f"another command trains in {folder}; choose another --out, or wait until it has ended."
+            f"another command trains in {folder}{holder}; choose another --out, or wait until it has ended."
         )
     try:
         yield
@@ -80,8 +81,10 @@ def check_folder(run: Run, folder: Path, resume: bool, replica: str) -> None:
         )
     if resume:
         check_ranks(folder, replica)
-    if any(being_written(path) for path in folder.glob(f"events/{replica}.jsonl")):
-        raise ConfigurationError(f"a run is active in {folder}; wait until it has stopped, or choose another --out.")
+    if active := [path for path in folder.glob(f"events/{replica}.jsonl") if being_written(path)]:
+        raise ConfigurationError(
+            f"a run is active in {folder}{held_by(*active)}; wait until it has stopped, or choose another --out."
+        )
     held = sorted(path.stem for path in folder.glob("events/*.jsonl"))
     if not run.placement.elastic or not held:
         return

@@ -47,7 +47,7 @@ def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | 
         write_private(folder / HUB / TOKEN, f"{hub.invite(replicas)}\n".encode())
         command = [sys.executable, "-m", "thinwire.lm.secure", str(folder)]
         more = ["--resume"] if resume else []
-        with reducing(folder / HUB, replicas, str(folder)) if run.needs_hub else nullcontext():
+        with reducing(folder / HUB, replicas, str(folder), orphan_seconds=0.0) if run.needs_hub else nullcontext():
             run_processes(run, folder, [([*command, str(index), *more], {}) for index in range(replicas)], tick, stop)
     finally:
         hub.close()
@@ -147,7 +147,7 @@ def main() -> int:
                 if index == 0:
                     _note(group, folder)
 
-    return as_replica(train)
+    return as_replica(train, has_the_hub=True)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class GradientHook:
         strategy.warm_up()
         self._named = {id(parameter): (name, parameter) for name, parameter in trainable(model)}
         self._stepped = Stepped(model, lambda: [p.detach() for _, p in self._named.values()], group, warnings.warn)
-        self._pipeline = RoundPipeline(strategy, group, None)
+        self._pipeline = RoundPipeline(strategy, group, None, watched=False)
         self._states: dict[tuple[str, ...], FragmentState] = {}
         self._remembered: dict[str, Tensor] = {}  # state by parameter and kind, for buckets that are still to be made
         self._landed: list[RoundUpdate] = []  # in this step

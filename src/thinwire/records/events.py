@@ -71,7 +71,7 @@ from typing import IO, Any, BinaryIO
 
 from thinwire.errors import DataError
 from thinwire.records.choices import listed
-from thinwire.records.files import lock, open_regular, open_to_append
+from thinwire.records.files import held_by, lock, open_regular, open_to_append
 
 Event = dict[str, Any]
 
@@ -180,9 +180,10 @@ class EventLog:
                 "Choose another run folder, or free this one."
             ) from error
         if not locked:
+            holder = held_by(self.path)
             self._file.close()
             raise DataError(
-                f"{self.path} is being written: a run is active in this folder. Wait until it has stopped, or choose "
+                f"{self.path} is being written: a run is active in this folder{holder}. Wait until it has stopped, or choose "
                 "another run folder."
             )
 

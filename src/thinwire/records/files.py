@@ -250,3 +250,15 @@ def lock(file: int | IO[Any], wait: bool = True) -> bool:
         ):  # NFS wants the file open for writing
             raise
     return True
+
+
+def held_by(*files: int | Path) -> str:
+    """The processes of this machine that hold the locks of files, as words for a message; "" if the system does not tell."""
+    try:
+        stats, lines = [os.stat(file) for file in files], Path("/proc/locks").read_text().splitlines()  # noqa: PTH116  # numbers, too
+    except OSError:
+        return ""
+    places = {f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}" for stat in stats}
+    locks = [words for line in lines if (words := line.split())[1] == "FLOCK" and words[5] in places]
+    pids = sorted({int(words[4]) for words in locks if words[4] != "-1"})
+    return f" (process {', '.join(map(str, pids))})" if pids else ""

@@ -90,7 +90,8 @@ class DeltaDriver(FixedGroupDriver):
         training = self.training
         check_saved("tokens" in facts, self._by_tokens)
         flights = self._flights.load_state(tensors, facts)
-        agree_on_resume(self._group, training.step, digest(self.anchors()))
+        own = digest(self.anchors())
+        self._flights.together(lambda group: agree_on_resume(group, training.step, own), "load_state")
         for step, index, number, delta in flights:
             fragment, outer = training.fragments[index], training.strategy.outer
             update = fragment.begin_round(

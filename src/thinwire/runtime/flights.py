@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from thinwire.runtime.pipeline import RoundPipeline
 from thinwire.runtime.saved_state import delta_in_flight, tensors_to_save
 from thinwire.runtime.token_weights import check_weighing
 
+T = TypeVar("T")
 _GROUPS, _LONGEST = 64, 100  # of an optimizer, and characters of a value, that replicas compare
 _FIRST_ROUNDS, _ROUNDS_BETWEEN_LOOKS = 3, 32  # of a fragment, in which deltas are compared
 _SAME_DATA = (
@@ -66,6 +67,7 @@ class Flights:
         check_start(fragments, anchors)
         training.load_anchors()
         self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
+        self.pipeline.monitor.own_step = lambda: training.step
         self.buffers = self.pipeline.context.buffers
 
     def depart(self, update: RoundUpdate, began: float, scheduled: bool = True) -> None:
@@ -138,17 +140,28 @@ class Flights:
         """See `Driver.gather`."""
         return self.pipeline.gather(payload, limit, purpose, self.training.step)
 
+    def together(self, task: Callable[[Group], T], what: str) -> T:
+        """What the collective `task` returns, given the group; see `Monitor.run`."""
+        pipeline = self.pipeline
+
+        def on_thread() -> T:
+            with torch.no_grad():  # which is a thread's own
+                return task(pipeline.context.group)
+
+        return pipeline.monitor.run(on_thread, what, self.training.step)
+
     def finish(self) -> None:
         """Tell the others after how many steps this replica has finished. Does not wait."""
-        self.pipeline.finished.tell(self.training.step)
+        self.pipeline.monitor.tell(self.training.step)
 
     def agree(self) -> None:
         """Wait until all have finished, after as many steps. Raises `DisagreementError`, `LinkError`."""
-        self.pipeline.finished.agree(self.training.step)
+        self.pipeline.monitor.agree(self.training.step)
 
     def close(self) -> None:
-        """End the exchange threads."""
-        self.pipeline.finished.tell(self.training.step, finished=False)
+        """End the exchange threads. What has not landed may never be sent."""
+        flights = [one.flight.operation.number for one in self.training.fragments if one.flight]
+        self.pipeline.monitor.tell(self.training.step, finished=False, first=min(flights, default=None))
         self.pipeline.close()
 
 

@@ -25,6 +25,7 @@ from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
 from thinwire.pieces.transforms import Filter, said, settled
 from thinwire.runtime.disk import DiskTensors
+from thinwire.runtime.monitor import Operation
 from thinwire.runtime.on_device import stream_of
 from thinwire.runtime.state_dtype import in_fp32, part_in_fp32, store
 from thinwire.strategy import Strategy
@@ -253,6 +254,7 @@ class RoundUpdate:
         self.filtered: tuple[State, ...] = ()
         self.exchange, self.aggregate, self.policy = fragment.exchange, fragment.aggregate, fragment.policy
         self.arrival: Future[None] = Future()  # done when all results are known
+        self.operation = Operation(0, departed, "")  # of this replica, by the number of its departure
         self.on_stream = stream_of(delta)
         self._step, self._feedback, self._buffers, self._given = outer, feedback, buffers, given
         remembers = feedback is not None or bool(fragment.filters)  # these keep state on the fragment's device

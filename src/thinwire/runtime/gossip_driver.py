@@ -197,7 +197,7 @@ class GossipDriver(FixedGroupDriver):
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         training = self.training
         flights = self._flights.load_state(tensors, facts)
-        agree_on_resume(self._group, training.step, bytes(16))
+        self._flights.together(lambda group: agree_on_resume(group, training.step, bytes(16)), "load_state")
         self._flights.window = (int(facts["window"][0]), int(facts["window"][1]))
         for step, index, number, theta in flights:
             self._flights.depart_again(self._begin_round(training.fragments[index], theta, step, number))
@@ -280,4 +280,6 @@ class GossipDriver(FixedGroupDriver):
     def _meet(self, fragment: FragmentState) -> None:
         """Take the mean of all replicas' weights, or what the rule `meets` at, with the same bits on all."""
         own = self._rule.conserved(fragment.snapshot(torch.empty_like(fragment.anchor)), fragment.exchange)
-        fragment.anchor = mean_of_all(self._group, own, self._key(fragment, fragment.rounds), self._rule.meets)
+        key, meets = self._key(fragment, fragment.rounds), self._rule.meets
+        what = f"the mean of fragment {fragment.index}"
+        fragment.anchor = self._flights.together(lambda group: mean_of_all(group, own, key, meets), what)

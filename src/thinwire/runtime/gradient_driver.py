@@ -36,7 +36,7 @@ class GradientDriver(FixedGroupDriver):
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
         self.training, self._group = training, group
         self._flights = Flights(training, fragments, group, site)
-        self._stepped = Stepped(training.model, training.weights, group, training.warn)
+        self._stepped = Stepped(training.model, training.weights, group, training.warn, self._flights.together)
         self._exchanged = False  # whether the gradients of the next step are exchanged
 
     @torch.no_grad()
@@ -98,7 +98,8 @@ class GradientDriver(FixedGroupDriver):
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         self._flights.load_state(tensors, facts)
-        agree_on_resume(self._group, self.training.step, self._stepped.resume(facts.get("weights", {})))
+        alike = self._stepped.resume(facts.get("weights", {}))
+        self._flights.together(lambda group: agree_on_resume(group, self.training.step, alike), "load_state")
 
     def anchors(self) -> list[Tensor]:
         """The parameters, which are equal on all replicas."""
@@ -114,9 +115,15 @@ class Stepped:
     """
 
     def __init__(
-        self, model: nn.Module, weights: Callable[[], Sequence[Tensor]], group: Group, say: Callable[[str], None]
+        self,
+        model: nn.Module,
+        weights: Callable[[], Sequence[Tensor]],
+        group: Group,
+        say: Callable[[str], None],
+        together: Callable[[Callable[[Group], tuple[bytes, bool]], str], tuple[bytes, bool]] | None = None,
     ) -> None:
         self._model, self._weights, self._group, self._say = model, weights, group, say
+        self._together = together or (lambda task, what: task(group))
         self._alike = digest(weights())  # digest of the weights at the last comparison
         self._drifted = False
 
@@ -128,7 +135,10 @@ class Stepped:
     @torch.no_grad()
     def compare(self) -> None:
         """Compare the weights. Collective. 24 bytes to each other replica; if they differ, also the weights, from replica 0 to each."""
-        self._alike, differ = agree_on_weights(self._group, self._weights(), "comparison")
+        weights = self._weights()
+        self._alike, differ = self._together(
+            lambda group: agree_on_weights(group, weights, "comparison"), "the comparison of weights"
+        )
         if differ:
             reshard(self._model)
             if not self._drifted:

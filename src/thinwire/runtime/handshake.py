@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.group import FINISH, Group, Transfer, gather
-from thinwire.errors import ConfigurationError, DisagreementError, LinkError, ModelError, PeerError
-from thinwire.packet import FIELD_VALUES, other_steps
+from thinwire.comm.group import Group, gather
+from thinwire.errors import ConfigurationError, DisagreementError, ModelError
+from thinwire.packet import FIELD_VALUES
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, local
 from thinwire.strategy import Strategy
@@ -23,8 +21,6 @@ from thinwire.types import Observer
 from thinwire.version import PROTOCOLS, Protocols, common, unlike_releases
 
 _SPEAKS, _NOTES = "protocols", "notes"
-_CLOSED = 1 << 62  # is added to the number of a replica that left before it had finished
-_NOTHING = 255  # each byte of a number that has not come
 _LIMIT = 1 << 24  # bytes of one replica's introduction, enough for the names of a million tensors
 
 
@@ -163,73 +159,6 @@ def agree_on_resume(group: Group, step: int, state_digest: bytes) -> None:
             raise DisagreementError(
                 f"replica {rank} resumes at step {other}, {differs}; choose one step for all, of which each has its own checkpoint."
             )
-
-
-class Finished:
-    """The numbers of inner steps after which the replicas leave: they finish, or close their Replica before that.
-
-    Each sends its number to each other once, 8 bytes, for which all have posted a receive at the start. So one that still trains need not
-    wait for packets that never come, and none begins the last exchange alone.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group, self._reading = group, threading.Lock()
-        self._sent: Transfer | None = None  # this replica's number; None: it has sent none
-        self._numbers = {p: torch.full((8,), _NOTHING, dtype=torch.uint8) for p in range(group.size) if p != group.rank}
-        self._told = {peer: group.post(FINISH, {}, {peer: one}, "finish") for peer, one in self._numbers.items()}
-
-    def tell(self, step: int, finished: bool = True) -> None:
-        """Send this replica's number, if it has sent none. Does not wait."""
-        if self._sent is None:
-            number = step if finished else step | _CLOSED
-            own = torch.tensor(list(number.to_bytes(8, "little")), dtype=torch.uint8)
-            with suppress(LinkError):  # the group was closed, so no replica waits
-                self._sent = self._group.post(FINISH, dict.fromkeys(self._numbers, own), {}, "finish")
-
-    def agree(self, step: int) -> None:
-        """Wait until all have finished. Raises `DisagreementError` if one did after another number than `step`, `LinkError`."""
-        try:
-            for peer in self._told:
-                if error := self._error(peer, step, alike=True):
-                    raise error
-        except LinkError as error:
-            told = f"This replica has finished after {step} inner steps and waits for all; all must take as many steps."
-            raise self.gone(step, alike=True) or LinkError(f"{error} {told}") from error
-        if self._sent:
-            with suppress(LinkError):  # all have finished, so each says itself what failed
-                self._sent.wait()  # this replica may close its group next
-
-    def gone(self, step: int, alike: bool = False) -> PeerError | None:
-        """The error if a replica has left before `step`, this replica's, or if `alike` after another number. Does not wait."""
-        come = (peer for peer, number in self._numbers.items() if bool((number != _NOTHING).any()))
-        return next((error for peer in come if (error := self._error(peer, step, alike))), None)
-
-    def explained(self, error: LinkError, step: int) -> PeerError:
-        """`error`, or its cause, if a replica had left before `step`, this replica's."""
-        with suppress(LinkError):
-            if error.peer in self._told:
-                self._read(error.peer)  # its number may be on the way
-        return self.gone(step) or error
-
-    def _error(self, peer: int, step: int, alike: bool) -> PeerError | None:
-        number = self._read(peer)
-        closed, count = bool(number & _CLOSED), number & ~_CLOSED
-        if closed and count <= step and (alike or count < step):
-            told = f"replica {peer} closed its Replica after {count} inner steps, before it had finished. Look for the error that made it leave."
-            left = LinkError(told)
-            left.peer = peer
-            return left
-        if count < step or (alike and count != step):
-            return DisagreementError(
-                other_steps(peer, f"has {'counted' if closed else 'finished after'} {count}", step)
-            )
-        return None
-
-    def _read(self, peer: int) -> int:
-        """The number of `peer`. Waits for it. Raises `LinkError`."""
-        with self._reading:  # of two threads
-            self._told[peer].wait()
-        return int.from_bytes(bytes(self._numbers[peer].tolist()), "little")
 
 
 def check_start(fragments: Sequence[Fragment], anchors: Sequence[Tensor]) -> None:

@@ -11,8 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -23,23 +22,23 @@ from thinwire.codecs import Identity, packet_nbytes
 from thinwire.codecs.levelled import MOST_SKIPS
 from thinwire.comm.group import Group, gather
 from thinwire.diagnosis.records import recorded
-from thinwire.errors import LinkError, PeerError
+from thinwire.errors import DisagreementError, LinkError, PeerError
 from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.round import Outgoing
+from thinwire.exchange.send_queue import JobThread
 from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
 from thinwire.packet import HEADER_NBYTES, PARTIAL, REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
+from thinwire.pieces.schedule import Adaptive
 from thinwire.rng import Key
 from thinwire.runtime.deadlines import Deadlines
 from thinwire.runtime.fragment_state import RoundUpdate
-from thinwire.runtime.handshake import Finished
 from thinwire.runtime.loop_warnings import silent
+from thinwire.runtime.monitor import ROUND, Monitor, WatchedGroup, done_in
 from thinwire.runtime.token_weights import FactOfAll, TokenCount, weigh
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
-
-_LOOK = 0.2  # seconds of waiting for a round after which to look whether a replica has left
 
 
 class PolicyMessage:
@@ -72,6 +71,7 @@ class RoundPipeline:
     """Runs a replica's rounds over `group`. `site` is the group of the ranks of one sharded replica, which must accept or refuse a round
     together.
 
+    With `watched`, all waits for a round are in `wait`, so they have no other limit than the monitor's.
     `observe("wire", step, ...)` is called on the inbound thread with the record of a round's messages (diagnosis/records.py).
     """
 
@@ -82,20 +82,25 @@ class RoundPipeline:
         site: Group | None,
         clock: Callable[[], float] = time.monotonic,
         observe: Observer = silent,
+        watched: bool = True,
     ) -> None:
         self.exchange, self.seed, self.site, self.clock = strategy.exchange, strategy.seed, site, clock
         self._aggregate = strategy.aggregate
         # asked once: `isinstance` compares all attributes of a protocol
         self._deciding = strategy.policy if isinstance(strategy.policy, Deciding) else None
-        self.context, self._observe = SendContext(group), observe
-        self.finished = Finished(group)
+        self.context, self._observe = SendContext(WatchedGroup(group) if watched else group), observe
+        self.monitor = Monitor(
+            group,
+            lambda step, text: self._observe("warning", step, message=text),
+            by_rate=isinstance(strategy.schedule, Adaptive),
+        )
         self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient belongs to the next step
         self.stop_requested = False
         self._step_timer, self._deadlines = StepTimer(), Deadlines()
         self._flying: dict[RoundUpdate, bool] = {}  # rounds of codecs with levels; whether they send values
         self._heard_at = -math.inf  # the latest end of a round
         self._skipped: dict[int, int] = {}  # by fragment: the rounds in a row that sent no values
-        self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
+        self._inbound = JobThread("thinwire-inbound")
         self._launched = itertools.count()
 
     def launch(self, update: RoundUpdate, stalled: float, scheduled: bool, resumed: bool = False) -> None:
@@ -106,6 +111,9 @@ class RoundPipeline:
         """
         begin, group = self.clock(), self.context.group
         update.begin = begin
+        update.operation = self.monitor.begin(
+            f"{ROUND}{update.number} of fragment {update.fragment.index}", update.departed + self._ahead
+        )
         update.nbytes = self.exchange.nbytes_sent(update.codec, update.delta.numel(), group.size, group.rank)
         counts = None
         if update.trained:
@@ -151,29 +159,16 @@ class RoundPipeline:
             self._deadlines.arrived(update, update.end, update.nbytes_sent, seconds, values)
 
     def wait(self, update: RoundUpdate) -> None:
-        """Wait until `update` has arrived. If another replica has left before it departed, its packets never come: this one leaves, too, and
-        closes the group, so that none waits. Raises the error of the exchange.
-        """
-        self._watch(update.arrival, update.departed + self._ahead)
+        """Wait until `update` has arrived. Raises the error of the exchange, and as `Monitor.wait`."""
+        self.monitor.wait(done_in(update.arrival), update.operation)
         update.wait()
 
     def gather(self, payload: bytes, limit: int, purpose: str, step: int) -> list[bytes]:
-        """Gather like `comm.group.gather`, after `step` on all replicas. If one has left before that, this one leaves, too, as in `wait`."""
-        thread = ThreadPoolExecutor(1, "thinwire-gather")
-        told = thread.submit(gather, self.context.group, payload, limit, purpose)
-        thread.shutdown(wait=False)
-        self._watch(told, step)
-        try:
-            return told.result()
-        except LinkError as error:
-            raise self.finished.explained(error, step) from error
-
-    def _watch(self, done: Future[Any], step: int) -> None:
-        while not futures.wait([done], _LOOK).done:
-            if self.finished.gone(step):
-                self.finished.tell(step, finished=False)
-                self.context.group.close()
-                break
+        """Gather like `comm.group.gather`, after `step` on all replicas. Raises as `Monitor.run`."""
+        operation = f"{purpose} {step}"
+        return self.monitor.run(
+            lambda: gather(self.context.group, payload, limit, purpose, operation), f"the gather of {purpose}", step
+        )
 
     def landed(self, update: RoundUpdate, began: float) -> None:
         """Record that `update` has landed, for which training waited from `began` on."""
@@ -184,7 +179,8 @@ class RoundPipeline:
         """Drop rounds that have not started; rounds in progress end with the group, and nobody observes them."""
         self._observe = silent
         self.context.close()
-        self._inbound.shutdown(wait=False, cancel_futures=True)
+        self._inbound.close(cancel=True)
+        self.monitor.close()
 
     @torch.no_grad()
     def _depart(
@@ -194,7 +190,7 @@ class RoundPipeline:
             try:
                 update.share = counts.share()
             except LinkError as error:
-                raise self.finished.explained(error, update.departed) from error
+                raise self.monitor.explained(error, update.operation) from error
         signal, _ = weigh(update, update.share)
         key = Key(self.seed, update.fragment.index, update.number, self.context.group.rank)
         flags = STOP * self.stop_requested | PARTIAL * update.partial
@@ -261,7 +257,9 @@ class RoundPipeline:
             if own is not None:
                 raise own from None
             if isinstance(error, LinkError):
-                raise self.finished.explained(error, update.departed + self._ahead) from error
+                raise self.monitor.explained(error, update.operation) from error
+            if isinstance(error, DisagreementError):
+                raise self.monitor.disagree(error) from error
             raise
         finally:
             if recorded(update.number) or not over:

@@ -234,7 +234,7 @@ class Shuffled:
             for peer in peers:
                 threading.Event().wait(delays[peer])
                 # nobody waits for these, so the group may be closed
-                with suppress(*[LinkError] * (purpose == "finish")):
+                with suppress(*[LinkError] * (purpose == "monitor")):
                     self.group.post(tag, {peer: send[peer]}, {}, purpose)
 
         thread = threading.Thread(target=carry, daemon=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from thinwire.comm.group import Messages, Sized, travelling
+from thinwire.comm.group import TIMEOUT, Messages, Sized, limit, travelling
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import MEMBERS, Welcome, group_label, run_digest
 from thinwire.comm.secure.link import HubLink
@@ -51,7 +51,7 @@ class _SecureTransfer:
                 self._over.set()
 
     def wait(self) -> None:
-        self._over.wait(self._group.timeout)
+        self._over.wait(limit(self._group.timeout))
         with self._lock:  # the last message may have arrived since
             errors, due = list(self._errors), sorted(self._due)
         if errors or due:
@@ -213,7 +213,7 @@ def join(
     size: int,
     folder: Path | str = ".thinwire",
     run: str = "",
-    timeout: float = 300.0,
+    timeout: float = TIMEOUT,
     bits_per_second: float | None = None,
     place: int = 0,
     listen: str = "",
