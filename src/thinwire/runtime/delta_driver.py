@@ -80,11 +80,16 @@ class DeltaDriver(FixedGroupDriver):
                 self._land_last(flying.pop(0))
         for fragment in flying:
             self._land_last(fragment)
+        if self._flights.digests:
+            self._flights.digests.compare_all(self._flights.gather)
         return True
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Driver`. Flights are saved as the deltas that departed; after loading they depart again, with the same bytes."""
-        return self.training.state()
+        tensors, facts = self.training.state()
+        if self._flights.digests:  # a resume takes a step at which these are equal on all replicas
+            facts["anchors"] = self._flights.digests.of_all().hex()
+        return tensors, facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         training = self.training

@@ -262,6 +262,7 @@ class RoundUpdate:
         self._sent: Tensor | None = None  # the decoded own packet, for filters
         self._finite = True
         self.compares, self._evidence = False, 0  # see `alike`
+        self.compared: Callable[[], None] | None = None  # waits for all replicas' digests of the anchor, and compares them
         self.sample, self.unlike = b"", False  # of frozen parameters; whether that of another replica differs
 
     @property
