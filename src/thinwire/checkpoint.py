@@ -301,7 +301,11 @@ def newest_common(
     """
     skipped: list[dict[str, str]] = []
     found = {checkpoint.step: checkpoint for checkpoint in _whole(found_in(folder), skipped)}
-    common, held, unlike = {step: anchors_digest(checkpoint.manifest) for step, checkpoint in found.items()}, [], set[int]()
+    common, held, unlike = (
+        {step: anchors_digest(checkpoint.manifest) for step, checkpoint in found.items()},
+        [],
+        set[int](),
+    )
     for who, peers in (("replica", group), ("shard", site)):
         if peers is not None:
             told = [_steps(text) for text in gather(peers, json.dumps(common).encode(), _MOST_STEPS_NBYTES, "resume")]

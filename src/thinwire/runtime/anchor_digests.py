@@ -36,7 +36,9 @@ class AnchorDigests:
 
     def __init__(self, training: Training, group: Group) -> None:
         self._training, self._group = training, group
-        self._rounds = max(1, _STEPS_BETWEEN // training.strategy.schedule.every)  # between two comparisons of a fragment
+        self._rounds = max(
+            1, _STEPS_BETWEEN // training.strategy.schedule.every
+        )  # between two comparisons of a fragment
         self._thread = ThreadPoolExecutor(1, "thinwire-digest")
         self.begin()
 
@@ -93,7 +95,9 @@ class AnchorDigests:
         camps = sorted(ranks.values(), key=lambda camp: (-len(camp), camp))
         if 2 * len(camps[0]) > len(digests):
             others = _names(sorted(rank for camp in camps[1:] for rank in camp))
-            differ = f"{others} {'differs' if len(others.split()) == 2 else 'differ'} from {_names(camps[0])}, the majority"
+            differ = (
+                f"{others} {'differs' if len(others.split()) == 2 else 'differ'} from {_names(camps[0])}, the majority"
+            )
         else:
             differ = f"{', '.join(map(_names, camps))} each hold another one, and none has a majority"
         step = min(self._equal.values())

@@ -192,13 +192,13 @@ def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
     """θ ← θ + (anchor − (base − delta)): `FragmentState.carry_over` to the next `anchor` before it is committed, with the same bits. It needs
     no buffers of the fragment's size.
     """
-    moved = zip(fragment.slices(fragment.anchor), fragment.slices(delta), fragment.slices(anchor))
-    for (part, base), (_, change), (_, ahead) in moved:
+    for part, base, change, ahead in fragment.aligned(fragment.anchor, delta, anchor):
         if not part.is_contiguous() or part.dtype == torch.float64:
             part.copy_(part.to(base) + (held_by(part, ahead) - (held_by(part, base) - change)))
             continue
         flat = (part.view(-1), base.reshape(-1), change.reshape(-1), ahead.reshape(-1))
-        for own, before, by, after in zip(*(torch.split(tensor, _PIECE) for tensor in flat)):
+        pieces = zip(*(torch.split(tensor, _PIECE) for tensor in flat)) if part.numel() > _PIECE else [flat]
+        for own, before, by, after in pieces:
             if own.device == before.device and own.dtype == torch.float32:
                 kernels.of(own, before, by, after).carry(own, before, by, after)
             else:

@@ -124,7 +124,9 @@ def digest(tensors: Iterable[Tensor]) -> bytes:
     """BLAKE2b over the bytes of `tensors`, 16 bytes. Equal weights have equal digests."""
     state = hashlib.blake2b(digest_size=DIGEST_NBYTES)
     for tensor in tensors:
-        for piece in torch.split(tensor.detach().contiguous().view(-1), _PIECE):  # one piece of a device's is here at a time
+        for piece in torch.split(
+            tensor.detach().contiguous().view(-1), _PIECE
+        ):  # one piece of a device's is here at a time
             state.update(piece.cpu().view(torch.uint8).numpy().data)
     return state.digest()
 
