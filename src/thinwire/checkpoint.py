@@ -27,7 +27,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +48,9 @@ FORMAT = 4
 _FILES = ("model.safetensors", "inner.safetensors", "outer.safetensors")
 _MANIFEST = {"step": int, "strategy": str, "facts": dict, "frozen": bool, "notes": dict, "files": dict}
 _TREE = "thinwire.tree"  # in the metadata of a file of tensors
+_MOST_STEPS_NBYTES = 1 << 20  # of a list of checkpoints from another replica: more than 10,000
+_MISSING_ELSEWHERE = "another replica has no whole checkpoint of this step"
+_UNLIKE = "its anchors are not those of all other replicas at this step"
 _NOTES = "notes."  # begins the names of their tensors
 
 
@@ -286,7 +289,8 @@ def _problem(path: Path, manifest: Mapping[str, Any], hashes: bool) -> str:
 def newest_common(
     folder: Path, group: Group, site: Group | None = None
 ) -> tuple[Checkpoint | None, list[dict[str, str]]]:
-    """The newest step of which every rank has a whole checkpoint, and why others were skipped, or what each rank has. Collective.
+    """The newest step of which every rank has a whole checkpoint, with the same anchors on all replicas that must agree on them, and why others
+    were skipped, or what each rank has. Collective.
 
     Args:
         folder: of this rank's checkpoints.
@@ -298,34 +302,46 @@ def newest_common(
     """
     skipped: list[dict[str, str]] = []
     found = {checkpoint.step: checkpoint for checkpoint in _whole(found_in(folder), skipped)}
-    common, held = set(found), []
+    common, held, unlike = (
+        {step: anchors_digest(checkpoint.manifest) for step, checkpoint in found.items()},
+        [],
+        set[int](),
+    )
     for who, peers in (("replica", group), ("shard", site)):
         if peers is not None:
-            told = [_steps(text) for text in gather(peers, json.dumps(sorted(common)).encode(), 1 << 16, "resume")]
+            told = [_steps(text) for text in gather(peers, json.dumps(common).encode(), _MOST_STEPS_NBYTES, "resume")]
             held += [{"path": f"{who} {rank}", "reason": _held(steps)} for rank, steps in enumerate(told)]
-            common = set.intersection(*told)
+            shared = {step: {steps[step] for steps in told} for step in set.intersection(*map(set, told))}
+            if who == "replica":  # shards have unlike anchors
+                unlike = {step for step, digests in shared.items() if len(digests) > 1}
+            common = {step: common[step] for step in sorted(shared.keys() - unlike)}
     if not common:
-        return None, skipped + held
+        return None, skipped + held + [{"path": str(found[step].path), "reason": _UNLIKE} for step in sorted(unlike)]
     step = max(common)
     skipped += [
-        {"path": str(checkpoint.path), "reason": "another replica has no whole checkpoint of this step"}
+        {"path": str(checkpoint.path), "reason": _UNLIKE if s in unlike else _MISSING_ELSEWHERE}
         for s, checkpoint in found.items()
         if s > step
     ]
     return found[step], skipped
 
 
-def _steps(text: bytes) -> set[int]:
-    """The steps of which a rank says that it has whole checkpoints."""
+def anchors_digest(manifest: Mapping[str, Any]) -> str:
+    """The digest of the anchors in the checkpoint with this manifest, which must be equal on all replicas; "" if the method has none."""
+    return str(manifest["facts"].get("anchors", ""))
+
+
+def _steps(text: bytes) -> dict[int, str]:
+    """The steps of which a rank says that it has whole checkpoints, and the digests of their anchors."""
     try:
-        return {int(step) for step in parsed(json.loads, text)}
-    except (ValueError, TypeError, OverflowError) as error:
+        return {int(step): str(digest) for step, digest in parsed(json.loads, text).items()}
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise PacketError(
             f"{text[:40]!r} is no list of the steps of checkpoints ({error}); run the same version on every replica."
         ) from None
 
 
-def _held(steps: set[int]) -> str:
+def _held(steps: Collection[int]) -> str:
     return f"has whole checkpoints of step {', '.join(map(str, sorted(steps)))}" if steps else "has no whole checkpoint"
 
 

@@ -298,6 +298,9 @@ def kernels_for(codec: Codec, values: Tensor, payload: Tensor) -> Kernels:
     return kernels.of(values, payload)
 
 
+_PLAIN = (int, float, bool, str, type(None))
+
+
 def nested(codec: Codec) -> Iterator[Codec]:
     """Yield a codec and all codecs inside it.
 
@@ -311,7 +314,8 @@ def nested(codec: Codec) -> Iterator[Codec]:
     yield codec
     for value in vars(codec).values():
         for inner in value if isinstance(value, tuple) else (value,):
-            if isinstance(inner, Codec):
+            # most are seen by their classes: a test of a protocol's attributes takes long, and this runs for every packet
+            if Codec in type(inner).__mro__ or (type(inner) not in _PLAIN and isinstance(inner, Codec)):
                 yield from nested(inner)
 
 

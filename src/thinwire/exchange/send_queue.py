@@ -88,6 +88,7 @@ class SendQueue:
         self._count = itertools.count()
         self._waiting: list[tuple[Order, int, Callable[[], Any], Future[Any]]] = []
         self._on_the_way: deque[Sent] = deque()
+        self._nbytes_on_the_way = 0
         self._closed = False
 
     def put(self, order: Order, job: Callable[[], Any]) -> Future[Any]:
@@ -106,11 +107,14 @@ class SendQueue:
         nbytes = sum(message.numel() for message in messages.values())
         # The new messages may exceed the window, and follow each other at once: otherwise large messages to many peers would leave one by
         # one, a delay apart.
-        while len(self._on_the_way) > 1 and sum(sent.nbytes for sent in self._on_the_way) >= WINDOW_NBYTES:
-            self._on_the_way.popleft().wait()
+        while len(self._on_the_way) > 1 and self._nbytes_on_the_way >= WINDOW_NBYTES:
+            oldest = self._on_the_way.popleft()
+            self._nbytes_on_the_way -= oldest.nbytes
+            oldest.wait()
         posted = self._clock()
         sent = Sent(self._group.post(tag, messages, {}, purpose), nbytes, posted)
         self._on_the_way.append(sent)
+        self._nbytes_on_the_way += nbytes
         return sent
 
     def close(self, wait: bool = False) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.checkpoint import drop, found_in, read, step_of
+from thinwire.checkpoint import anchors_digest, drop, found_in, read, step_of
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.lm.run_folder import check_links
 from thinwire.records.printable import quoted
@@ -14,7 +15,9 @@ from thinwire.records.printable import quoted
 
 @dataclass(frozen=True)
 class Saved:
-    """One replica's checkpoint. `problem` is empty if it is whole. `when` is the time of writing, in seconds since 1970."""
+    """One replica's checkpoint. `problem` is empty if it is whole. `when` is the time of writing, in seconds since 1970. `anchors` is their digest,
+    which is equal on all replicas of a fixed group; "": unknown.
+    """
 
     replica: str
     path: Path
@@ -22,11 +25,14 @@ class Saved:
     when: float
     nbytes: int
     problem: str
+    anchors: str = ""
 
 
 @dataclass(frozen=True)
 class CheckpointSet:
-    """The checkpoints of all replicas at one step. A fixed group resumes from the newest step of which every replica has a whole one."""
+    """The checkpoints of all replicas at one step. A fixed group resumes from the newest step of which every replica has a whole one, with the
+    same anchors on all.
+    """
 
     step: int
     saved: tuple[Saved, ...]
@@ -43,9 +49,17 @@ class CheckpointSet:
     @property
     def problems(self) -> list[str]:
         """The problems, one per line; empty if all replicas of this folder have a whole checkpoint."""
-        return [f"{one.replica}: {one.problem}" for one in self.saved if one.problem] + [
-            f"{name} has none" for name in self.missing
-        ]
+        broken = [f"{one.replica}: {one.problem}" for one in self.saved if one.problem]
+        return [*broken, *(f"{name} has none" for name in self.missing), *self._unlike]
+
+    @property
+    def _unlike(self) -> list[str]:
+        anchors = defaultdict(list)
+        for one in self.saved:
+            if not one.problem:
+                anchors[one.replica.partition(".")[2], one.anchors].append(one.replica)  # shards have unlike ones
+        camps = [", ".join(names) for names in anchors.values()]
+        return [f"unlike anchors: {'; '.join(camps)}"] if len(anchors) > len({shard for shard, _ in anchors}) else []
 
 
 def replicas_of(folder: Path) -> list[str]:
@@ -76,9 +90,9 @@ def list_checkpoints(folder: Path, hashes: bool) -> list[CheckpointSet]:
 
 def _of_replica(folder: Path, hashes: bool) -> Iterator[Saved]:
     for path in found_in(folder):
-        problem = ""
+        problem, anchors = "", ""
         try:
-            read(path, hashes)
+            anchors = anchors_digest(read(path, hashes).manifest)
         except CheckpointError as error:
             problem = str(error).removeprefix(f"{path} ")
         try:
@@ -86,7 +100,7 @@ def _of_replica(folder: Path, hashes: bool) -> Iterator[Saved]:
             when = path.stat().st_mtime
         except OSError:  # the run has just deleted it
             continue
-        yield Saved(folder.name, path, step_of(path), when, sum(file.st_size for file in files), problem)
+        yield Saved(folder.name, path, step_of(path), when, sum(file.st_size for file in files), problem, anchors)
 
 
 def prune_checkpoints(folder: Path, keep: int, each: bool) -> list[Saved]:

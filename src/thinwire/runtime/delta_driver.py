@@ -80,11 +80,16 @@ class DeltaDriver(FixedGroupDriver):
                 self._land_last(flying.pop(0))
         for fragment in flying:
             self._land_last(fragment)
+        if self._flights.digests:
+            self._flights.digests.compare_all(self._flights.gather)
         return True
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Driver`. Flights are saved as the deltas that departed; after loading they depart again, with the same bytes."""
-        return self.training.state()
+        tensors, facts = self.training.state()
+        if self._flights.digests:  # a resume takes a step at which these are equal on all replicas
+            facts["anchors"] = self._flights.digests.of_all().hex()
+        return tensors, facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         training = self.training
@@ -188,13 +193,13 @@ def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
     """θ ← θ + (anchor − (base − delta)): `FragmentState.carry_over` to the next `anchor` before it is committed, with the same bits. It needs
     no buffers of the fragment's size.
     """
-    moved = zip(fragment.slices(fragment.anchor), fragment.slices(delta), fragment.slices(anchor))
-    for (part, base), (_, change), (_, ahead) in moved:
+    for part, base, change, ahead in fragment.aligned(fragment.anchor, delta, anchor):
         if not part.is_contiguous() or part.dtype == torch.float64:
             part.copy_(part.to(base) + (held_by(part, ahead) - (held_by(part, base) - change)))
             continue
         flat = (part.view(-1), base.reshape(-1), change.reshape(-1), ahead.reshape(-1))
-        for own, before, by, after in zip(*(torch.split(tensor, _PIECE) for tensor in flat)):
+        pieces = zip(*(torch.split(tensor, _PIECE) for tensor in flat)) if part.numel() > _PIECE else [flat]
+        for own, before, by, after in pieces:
             if own.device == before.device and own.dtype == torch.float32:
                 kernels.of(own, before, by, after).carry(own, before, by, after)
             else:

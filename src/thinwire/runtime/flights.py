@@ -12,13 +12,15 @@ from torch import Tensor
 from thinwire.comm.group import Group
 from thinwire.pieces.aggregate import Mean
 from thinwire.pieces.partition import Fragment
+from thinwire.runtime.anchor_digests import AnchorDigests
 from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.first_state import first_state
-from thinwire.runtime.fragment_state import RoundUpdate
+from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
 from thinwire.runtime.pipeline import RoundPipeline
 from thinwire.runtime.saved_state import delta_in_flight, tensors_to_save
 from thinwire.runtime.token_weights import check_weighing
+from thinwire.strategy import Gradients
 
 T = TypeVar("T")
 _GROUPS, _LONGEST = 64, 100  # of an optimizer, and characters of a value, that replicas compare
@@ -69,6 +71,8 @@ class Flights:
         self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
         self.pipeline.monitor.own_step = lambda: training.step
         self.buffers = self.pipeline.context.buffers
+        agreed = training.strategy.exchange.agrees and not isinstance(training.strategy.signal, Gradients)
+        self.digests = AnchorDigests(training, group) if agreed and group.size > 1 else None
 
     def depart(self, update: RoundUpdate, began: float, scheduled: bool = True) -> None:
         """Begin the round of `update`. `began` is the time at which work for this departure began; for `scheduled` see
@@ -81,6 +85,8 @@ class Flights:
         )
         if looks and update.fragment.index == 0 and self.group.size > 1 and training.strategy.exchange.agrees:
             update.sample = training.frozen.sample()
+        if self.digests:
+            update.compared = self.digests.departs(update, self.pipeline.facts)
         self.pipeline.launch(update, training.stall_seconds, scheduled)
         fields = {"fragment": update.fragment.index, "round": update.number, "nbytes": update.nbytes}
         training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
@@ -111,7 +117,7 @@ class Flights:
         if not update.good:
             reason = "NaN or infinity in the delta" if update.refused_by else "the anchor would not be finite"
             training.observe("refused", training.step, **fields, by=list(update.refused_by), reason=reason)
-        return partial(self._landed, fields, began, stall)
+        return partial(self._landed, update.fragment, fields, began, stall)
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> list[tuple[int, int, int, Tensor]]:
         """As `Training.load_state`. Returns the flights in the order of departure: its step, the fragment, the number of the round, and a copy
@@ -122,13 +128,17 @@ class Flights:
         self.training.load_state(tensors, facts)
         self.buffers.swap(before.values(), tensors_to_save(fragments).values())
         flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
+        if self.digests:
+            self.digests.begin()
         return [(step, index, number, delta_in_flight(fragments[index], tensors)) for step, index, number in flights]
 
     def heard(self, update: RoundUpdate) -> None:
         """Take over the request to stop; all replicas learn of it in the same round."""
         self.training.stopping |= update.stop
 
-    def _landed(self, fields: dict[str, int], began: float, stall: float) -> None:
+    def _landed(self, fragment: FragmentState, fields: dict[str, int], began: float, stall: float) -> None:
+        if self.digests:
+            self.digests.landed(fragment)
         training, spent = self.training, self.training.clock() - began - stall
         training.observe("land", training.step, **fields, begin=began, stall_seconds=stall, seconds_spent=spent)
 
@@ -163,6 +173,8 @@ class Flights:
         flights = [one.flight.operation.number for one in self.training.fragments if one.flight]
         self.pipeline.monitor.tell(self.training.step, finished=False, first=min(flights, default=None))
         self.pipeline.close()
+        if self.digests:
+            self.digests.close()
 
 
 class FixedGroupDriver(Driver):

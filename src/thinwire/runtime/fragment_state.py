@@ -87,9 +87,14 @@ class FragmentState:
 
     def slices(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter's local part, detached, with its slice of `flat` in the same shape."""
+        return ((part, values) for part, values in self.aligned(flat))
+
+    def aligned(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """As `slices`, with the slices of several tensors."""
         parts = self.parts()
-        for part, values in zip(parts, flat.split_with_sizes([part.numel() for part in parts])):
-            yield part, values.view(part.shape)
+        sizes = [part.numel() for part in parts]
+        for part, *values in zip(parts, *(flat.split_with_sizes(sizes) for flat in flats)):
+            yield part, *(one.view(part.shape) for one in values)
 
     def parts(self) -> list[Tensor]:
         """Each parameter's local part, detached."""
@@ -104,7 +109,7 @@ class FragmentState:
 
     def delta(self, into: Tensor) -> Tensor:
         """Compute base − parameters, in one pass."""
-        for (part, slice_), (_, base) in zip(self.slices(into), self.slices(self._ahead)):
+        for part, slice_, base in self.aligned(into, self._ahead):
             base = held_by(part, base)
             if part.device != base.device and part.dtype != torch.float64:
                 part = slice_.copy_(part)  # without another tensor in between
@@ -264,6 +269,9 @@ class RoundUpdate:
         self._sent: Tensor | None = None  # the decoded own packet, for filters
         self._finite = True
         self.compares, self._evidence = False, 0  # see `alike`
+        self.compared: Callable[[], None] | None = (
+            None  # waits for all replicas' digests of the anchor, and compares them
+        )
         self.sample, self.unlike = b"", False  # of frozen parameters; whether that of another replica differs
 
     @property

@@ -87,9 +87,11 @@ class GradientDriver(FixedGroupDriver):
         self._stepped.after(self.training.step)
 
     def finish(self, keep_seconds: float) -> bool:
-        """Exchanges nothing: there are no flights, and all replicas hold the same weights."""
+        """Exchanges nothing, because there are no flights; but the weights with which all end are compared."""
         self._flights.finish()
         self._flights.agree()
+        if self._group.size > 1:
+            self._stepped.compare()
         return True
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

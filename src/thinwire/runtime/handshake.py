@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +21,8 @@ from thinwire.types import Observer
 from thinwire.version import PROTOCOLS, Protocols, common, unlike_releases
 
 _SPEAKS, _NOTES = "protocols", "notes"
+DIGEST_NBYTES = 16
+_PIECE = 1 << 24  # values that a digest copies from a device at a time
 _LIMIT = 1 << 24  # bytes of one replica's introduction, enough for the names of a million tensors
 
 
@@ -115,11 +117,14 @@ def compare_settings(group: Group, facts: Mapping[str, Any], notes: Mapping[str,
     return ""
 
 
-def digest(tensors: Sequence[Tensor]) -> bytes:
+def digest(tensors: Iterable[Tensor]) -> bytes:
     """BLAKE2b over the bytes of `tensors`, 16 bytes. Equal weights have equal digests."""
-    state = hashlib.blake2b(digest_size=16)
+    state = hashlib.blake2b(digest_size=DIGEST_NBYTES)
     for tensor in tensors:
-        state.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        for piece in torch.split(
+            tensor.detach().contiguous().view(-1), _PIECE
+        ):  # one piece of a device's is here at a time
+            state.update(piece.cpu().view(torch.uint8).numpy().data)
     return state.digest()
 
 

@@ -120,14 +120,19 @@ class RoundPipeline:
             key = Key(self.seed, update.fragment.index, update.number, group.rank)
             counts = TokenCount(group, tag_of(key, MOST_STAGES - 2), update.trained - update.fragment.counted)
         samples = None
-        if update.sample:  # the policy's stage has one message
-            key = Key(self.seed, update.fragment.index, update.number, group.rank)
-            samples = FactOfAll(group, tag_of(key, MOST_STAGES - 1, 1), update.sample, "frozen parameters")
+        if update.sample:
+            samples = self.facts(update, 1, update.sample, "frozen parameters")
         order = (update.lands, next(self._launched))
         own = self._step_timer.departs(update.departed, begin - stalled)
         self._set_level(update, begin, (update.lands - update.departed) * own if scheduled or resumed else math.inf)
         departure = self.context.send_queue.put(order, lambda: self._depart(update, order, counts))
         update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled, samples)
+
+    def facts(self, update: RoundUpdate, index: int, own: bytes, purpose: str) -> FactOfAll:
+        """Send `own` to all others as the message `index` (from 1) about the round of `update`."""
+        group = self.context.group
+        key = Key(self.seed, update.fragment.index, update.number, group.rank)
+        return FactOfAll(group, tag_of(key, MOST_STAGES - 1, index), own, purpose)  # the policy's stage has one message
 
     def _set_level(self, update: RoundUpdate, now: float, seconds: float) -> None:
         """If the codec has levels, choose the finest one with which `update` arrives within `seconds`, which are infinite if there is no
@@ -251,6 +256,8 @@ class RoundPipeline:
             if notice and self._deciding is not None:
                 update.policy = self._deciding.told(update.fragment.codec, notice.arrive())
             update.unlike = samples is not None and set(samples.wait().values()) != {update.sample}
+            if update.compared:
+                update.compared()
             over = True
         except PeerError as error:
             own = round_.own_failure()

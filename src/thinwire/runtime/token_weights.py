@@ -74,7 +74,7 @@ def check_saved(saved: bool, here: bool) -> None:
 
 
 class FactOfAll:
-    """8 bytes of each replica about a round, sent to all others when its delta departs."""
+    """A few bytes of each replica about a round, as many on all, sent to all others when its delta departs."""
 
     def __init__(self, group: Group, tag: int, own: bytes, purpose: str) -> None:
         message = torch.frombuffer(bytearray(own), dtype=torch.uint8)
