@@ -33,6 +33,9 @@ class Split:
     def rounds(self, name: str) -> int:
         return self.toys[name].elastic.rounds.loop.agreed.round
 
+    def committed(self, name: str) -> int:
+        return len(self.toys[name].elastic.rounds.loop.agreed.counted)
+
     def learn(self, toy: Toy, fragment: int) -> Tensor:
         """One inner step; the splits happen before it."""
         if fragment == 0:
@@ -44,9 +47,9 @@ class Split:
         back = any(outcome.returned is not None for who, outcome in self.told if who == "a")
         if self.phase == 0 and name == "a" and step == 3:
             self.now("cd", "")
-        elif self.phase == 1 and name == "a" and step == 5:
+        elif self.phase == 1 and name == "a" and self.committed("a") and self.committed("b"):
             self.now("ab", "cd")
-        elif self.phase == 2 and name == "c" and self.rounds("c") > self.rounds("a"):
+        elif self.phase == 2 and name == "c" and self.committed("c") > self.committed("a"):
             self.now("", "a")
         elif self.phase == 3 and name == "a" and back:
             if self.dies:
@@ -60,11 +63,13 @@ class Split:
             self.now("", "cd")  # no majority holds what they do
 
     def now(self, freeze: str, thaw: str) -> None:
-        self.phase += 1
-        for name in freeze:
-            self.cluster.freeze(name)
-        for name in thaw:
-            self.cluster.thaw(name)
+        with self.cluster.time:
+            self.phase += 1
+            for name in freeze:
+                self.cluster.freeze(name)
+            for name in thaw:
+                self.cluster.thaw(name)
+            self.cluster.time.notify_all()  # one may wait for the phase
 
     def run(self, name: str) -> Toy:
         if name == "e":
