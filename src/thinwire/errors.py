@@ -50,7 +50,9 @@ class CheckpointError(ThinwireError):
 
 
 class PacketError(ThinwireError):
-    """Bytes from a peer that are not the expected packet."""
+    """Bytes from a peer that are not the expected packet. `peer` is the rank of that replica, if it is known."""
+
+    peer: int | None = None
 
 
 class NonFiniteError(ThinwireError):

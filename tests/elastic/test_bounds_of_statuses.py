@@ -60,7 +60,7 @@ def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
 
 def test_a_round_number_beyond_its_bound_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The header of a packet has 32 bits for the round; the bounds of statuses are far lower."""
-    monkeypatch.setattr("thinwire.elastic.plan.MOST_ROUNDS", 1 << 40)
+    monkeypatch.setattr("thinwire.elastic.plan.MOST_REPORTED", 1 << 40)
     cluster, record = SimulatedCluster(), RecordedRun()
 
     def one(name: str) -> str:

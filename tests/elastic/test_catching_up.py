@@ -25,7 +25,7 @@ COUNT, NUMEL = 4, 250
 def made(rounds: int = 0, other: float = 0.0) -> GlobalState:
     """A state after `rounds` rounds; `other` is in what they add."""
     states: list[Any] = [{"momentum": torch.zeros(NUMEL)} for _ in range(COUNT)]
-    state = GlobalState([torch.zeros(NUMEL) for _ in range(COUNT)], states, state_digest="0", run="first")
+    state = GlobalState([torch.zeros(NUMEL) for _ in range(COUNT)], states, run="first")
     go_on(state, rounds, other)
     return state
 

@@ -14,6 +14,7 @@ from thinwire.codecs import Identity, TopK
 from thinwire.elastic.plan import MemberStatus
 from thinwire.errors import EndedError, LinkError, PeerError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
+from thinwire.membership.view import View
 from thinwire.pieces.feedback import Feedback
 
 __all__ = ["one_thread"]  # a fixture
@@ -44,6 +45,43 @@ def test_samples_of_a_dead_replica_and_of_a_newcomer_are_reassigned() -> None:
     assert [lease.name for lease in ledger.leases] == ["a", "c"]
     returned = [f["returned"] for n, e, f in record.events if n == "a" and e == "data" and f["returned"]]
     assert returned and returned[0][0][0] == "b"
+
+
+def test_what_a_member_trains_while_a_round_waits_stays_its_own() -> None:
+    """b dies, and its samples are given to others in a round that waits so long that a trains 40 periods meanwhile."""
+    cluster, record = SimulatedCluster(), new_record()
+    cluster.at("b", "call", lambda: cluster.kill("b"), 4)
+    waits: list[str] = []
+
+    def run(name: str) -> Toy:
+        toy = Toy(cluster, name, record, inner=inner, reader=NotingReader(3, 3, STEP, 500), least=2)
+        loop, reader = toy.elastic.rounds.loop, toy.reader
+        view = loop._view
+        assert reader is not None
+
+        @torch.no_grad()
+        def waited(*about: Any) -> View:
+            found, ledger = view(*about), loop.agreed.ledger
+            splits = ledger and ledger.leases and ledger.will_split(member.name for member in found.members)
+            for _ in range(160 if splits and name == "a" else 0):
+                for fragment, parameter in enumerate(toy.parameters):
+                    more = inner(toy, fragment)
+                    parameter += more
+                    toy.trained[fragment] += more
+                    record.trained[fragment] += more
+                toy.elastic._trained += 1
+                toy.elastic.rounds.trained(toy.step, reader.generation, reader.read_count)
+            waits.extend([name] if splits else [])
+            return found
+
+        loop._view = waited  # type: ignore[method-assign]
+        return toy.train(40)
+
+    results = cluster.play(dict.fromkeys("abc", run))
+    assert isinstance(results["b"], Killed) and "a" in waits
+    assert not [fields for _, event, fields in record.events if event in ("dropped", "warning")]
+    driver = results["a"].elastic
+    assert driver._trained >= 200 and driver._in_anchors == [driver._trained] * 2, "all of it is in the anchors"
 
 
 @pytest.mark.parametrize(("at", "steps"), [(6, 6), (9, 4)])

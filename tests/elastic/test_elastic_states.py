@@ -83,7 +83,7 @@ class Subject:
     def unanswered(self) -> None:
         """Makes the lighthouse die during the next vote."""
 
-        def decide(view: View, question: str, yes: bool, seconds: float) -> bool:
+        def decide(view: View, question: str, yes: bool, seconds: float, *what: str) -> bool:
             self.cluster.lighthouse.stop()
             raise UndecidedError("the lighthouse has gone")
 

@@ -22,12 +22,12 @@ def test_the_only_member_that_knows_the_end_ends_as_the_others_do(away: bool, mo
     cluster, record, last, told = SimulatedCluster(), RecordedRun(), list[str](), list[str]()
     decide, settle = View.decide, SimulatedVoteStore.settle
 
-    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
+    def decided(view: View, question: str, yes: bool, seconds: float, *what: str) -> bool:
         own = view.members[view.group.rank].name
         if own == "c" and not any(member.status["brings"] or not member.status["finishing"] for member in view.members):
             last.append(question)
             ThreadRendezvous(cluster, own).sleep(1.0)  # the others have voted then, so this ballot is the last
-        return decide(view, question, yes, seconds)
+        return decide(view, question, yes, seconds, *what)
 
     def settled(store: SimulatedVoteStore, key: str, value: bytes) -> bytes:
         with cluster.time:

@@ -21,7 +21,6 @@ from thinwire.elastic.messages import Ready
 from thinwire.elastic.round_thread import RoundThread
 from thinwire.errors import DisagreementError
 from thinwire.membership.timeouts import Timeouts
-from thinwire.runtime.handshake import digest
 
 NAMES = ("amber", "birch", "cedar", "delta")
 pytestmark = pytest.mark.usefixtures("inline")
@@ -57,7 +56,7 @@ def hold(
         own, chance = told[name], random.Random(f"{seed} {name}")
         membership = cluster.membership(name, least=least, timeouts=Timeouts(grace=10.0), evict=evict)
         anchor = torch.zeros(400)
-        agreed = GlobalState([anchor], [{}], state_digest=digest([anchor]).hex())
+        agreed = GlobalState([anchor], [{}])
         strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(10), outer=tw.pieces.outer.Average())
         held = RoundThread(
             strategy, membership, agreed, [Identity()], [0],

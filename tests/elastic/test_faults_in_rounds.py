@@ -344,12 +344,12 @@ def test_a_member_that_voted_with_one_that_dies_is_not_left_behind(monkeypatch: 
     """
     cluster, record, decide = SimulatedCluster(), RecordedRun(), View.decide
 
-    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
+    def decided(view: View, question: str, yes: bool, seconds: float, *what: str) -> bool:
         own = view.members[view.group.rank].name
         if own == "c" and question == "round 5":
             cluster.at("c", "all", lambda: cluster.kill("c"), cluster._passed["c", "all"] + 1)
             ThreadRendezvous(cluster, own).sleep(0.5)  # a has voted then
-        return decide(view, question, yes, seconds)
+        return decide(view, question, yes, seconds, *what)
 
     def freeze() -> None:
         cluster.freeze("b")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import SIZES, Committed, RecordedRun, Returner, Toy, agree, freeze_a, one_thread, train
+from elastic_toy import SIZES, Committed, RecordedRun, Returner, Toy, agree, freeze_a, one_thread
 from torch import Tensor
 
 from thinwire.elastic import global_state
@@ -129,11 +129,11 @@ def test_a_delta_whose_doubt_was_dropped_is_not_counted_again_when_its_round_com
         trained[toy.name] += fragment == 0
         return torch.full((SIZES[fragment],), UNIT)
 
-    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
+    def decided(view: View, question: str, yes: bool, seconds: float, *what: str) -> bool:
         own = view.members[view.group.rank].name
         if question == "round 3" and not told:
             ThreadRendezvous(cluster, own).sleep(1.0 if own == "a" else 0.1)  # so the ballot of a is the last
-        answer = decide(view, question, yes, seconds)
+        answer = decide(view, question, yes, seconds, *what)
         if question == "round 3" and told and own == "b":
             again.append(question)
             cluster.thaw("a")
@@ -156,7 +156,17 @@ def test_a_delta_whose_doubt_was_dropped_is_not_counted_again_when_its_round_com
 
     monkeypatch.setattr(View, "decide", decided)
     monkeypatch.setattr(SimulatedVoteStore, "settle", settled)
-    results = cluster.play({name: train(cluster, record, steps=32, least=2, keep=60.0, inner=one) for name in "abc"})
+
+    def run(name: str) -> Toy:
+        settings: dict[str, Any] = {"least": 2, "keep": 60.0, "inner": one}
+        try:
+            return Toy(cluster, name, record, **settings).train(32)
+        except Killed:
+            cluster.revive(name)
+            ThreadRendezvous(cluster, name).sleep(10.0)  # so that b meets a, and not the next life of c
+            return Toy(cluster, name, record, **settings).train(32)
+
+    results = cluster.play({name: run for name in "abc"})
     (digest,) = {toy.elastic.rounds.loop.agreed.state_digest for toy in results.values()}
     assert told and again and any(name == "b" and event == "caught_up" for name, event, _ in record.events)
     for fragment in range(2):  # c dies, and has no checkpoint

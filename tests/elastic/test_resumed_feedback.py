@@ -44,8 +44,8 @@ class SavesOnce(Toy):
                 held[view.id] = moved.feedback["residual"]  # what its present life holds back, if this delta counts
             return moved
 
-        def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any, granted: bool = False) -> None:
-            believe(view, plan, ready, moved, granted)
+        def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any, granted: bool = False, *reads: Any) -> None:
+            believe(view, plan, ready, moved, granted, *reads)
             if moved is not None and "b" in (view.members[rank].name for rank in plan.counted):
                 self.landed.append((plan.fragment, view.id))
 

@@ -1,4 +1,4 @@
-"""All replicas die; those with older checkpoints go on, and one with a newer state comes late: its history counts, and each delta once."""
+"""All replicas die; two with older checkpoints go on, and two with a newer state come late: theirs counts, and each delta once."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import Tensor
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 
 __all__ = ["one_thread"]  # a fixture
-STEP, STEPS = {"a": 12.0, "b": 24.0, "c": 60.0}, 60  # so that a mean tells whose deltas are in it
-SAVED, DIE = 7, 28  # the last checkpoint of a and b; c saves after each step
+STEP, STEPS = {"a": 12.0, "b": 24.0, "c": 60.0, "d": 120.0}, 60  # so that a mean tells whose deltas are in it
+SAVED, DIE = 7, 28  # the last checkpoint of a and b; c and d save after each step
 
 
 class LateReturner(Returner):
-    """c loads its checkpoint first, so that its history is heard at once."""
+    """c and d load their checkpoints first, so that their history is heard at once."""
 
     def begin(self) -> Toy:
-        if self.name == "c":
+        if self.name in "cd":
             return Toy.begin(self)
         return super().begin()
 
     def save(self) -> None:
-        if self.name == "c" or self.name not in self.record.disk:
+        if self.name in "cd" or self.name not in self.record.disk:
             super().save()
 
 
 def test_a_newer_history_that_comes_late_counts_each_delta_once() -> None:
     cluster, record, trained, lives = SimulatedCluster(), RecordedRun(), Counter[str](), Counter[str]()
     before: set[str] = set()  # rounds before the deaths
-    late = {"a": 0.0, "b": 0.0, "c": 5.5}  # a and b hold one round without c: one of two fragments
+    late = {"a": 0.0, "b": 0.0, "c": 5.5, "d": 5.5}  # a and b hold one round alone: one of two fragments
 
     def one(toy: Toy, fragment: int) -> Tensor:
         trained[toy.name] += fragment == 0
         if toy.name == "c" and fragment == 0 and trained["c"] == DIE and lives["c"] == 1:
-            for name in "abc":
+            for name in "abcd":
                 cluster.kill(name)
         return torch.full((SIZES[fragment],), STEP[toy.name])
 
@@ -45,7 +45,7 @@ def test_a_newer_history_that_comes_late_counts_each_delta_once() -> None:
             lives[name] += 1
             try:
                 return LateReturner(
-                    cluster, name, record, inner=one, save_every=1 if name == "c" else SAVED, least=2
+                    cluster, name, record, inner=one, save_every=1 if name in "cd" else SAVED, least=2
                 ).train(STEPS)
             except Killed:
                 before.update(record.commits)
@@ -53,9 +53,9 @@ def test_a_newer_history_that_comes_late_counts_each_delta_once() -> None:
                 cluster.revive(name)
                 ThreadRendezvous(cluster, name).sleep(late[name])
 
-    results = cluster.play({name: run for name in "abc"})
+    results = cluster.play({name: run for name in "abcd"})
     agree(results, record)
-    assert lives == dict.fromkeys("abc", 2), lives
+    assert lives == dict.fromkeys("abcd", 2), lives
     history = record.history(results["a"].elastic.rounds.loop.agreed.state_digest)
     known, final = {id(record.commits[digest]) for digest in before}, {id(one) for one in history}
     alone = [one for one in record.commits.values() if id(one) not in known | final]

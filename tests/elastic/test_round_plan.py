@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.elastic.plan import MemberStatus, next_digest, reconcile
+from thinwire.elastic.global_state import GlobalState
+from thinwire.elastic.plan import MemberStatus, reconcile
 
 ORDER = (1, 2, 0)
 brings = st.dictionaries(st.sampled_from("012"), st.sampled_from([0.0, 1.0, 2.5]))
@@ -102,7 +103,7 @@ def test_plans_satisfy_the_laws_for_any_statuses(members: list[MemberStatus]) ->
     assert len({members[rank].state_digest for rank in plan.sound}) == 1
     trained = [m for m in members if not m.fresh]
     if trained:
-        assert 0 <= plan.round - max(m.round for m in trained) < 3
+        assert 0 <= plan.round - members[plan.sound[0]].round < 3
         assert all(not members[rank].fresh for rank in plan.sound + plan.counted)
     ready = {key for m in trained for key in m.brings}
     assert (plan.fragment >= 0) == bool(ready) and (not ready or str(plan.fragment) in ready)
@@ -113,7 +114,34 @@ def test_plans_satisfy_the_laws_for_any_statuses(members: list[MemberStatus]) ->
 @given(st.lists(statuses, min_size=1, max_size=3))
 def test_the_order_of_members_decides_only_ties(members: list[MemberStatus]) -> None:
     several = [reconcile(list(order), ORDER) for order in itertools.permutations(members)]
-    assert len({(plan.round, plan.step) for plan in several}) == 1
+    assert len({plan.step for plan in several}) == 1
+
+
+LIES: list[dict[str, object]] = [
+    {"round": (1 << 30) - 1}, {"round": 0}, {"step": 10**6}, {"over": True, "finishing": True}, {"state_digest": "lie"},
+    {"over": True, "round": 10**6, "state_digest": "lie"}, {"fresh": True, "step": 10**6}, {"run": "another"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("rank", range(4))
+def test_no_word_of_one_member_changes_what_a_majority_agrees_on(lie: dict[str, object], rank: int) -> None:
+    """Three that agree plan the same round at the same step, whatever a fourth reports; it can only bring its own delta."""
+    honest = [status(7, "a", step=step, brings={"1": 1.0}) for step in (30, 32, 32)]
+    plan = reconcile([*honest[:rank], dataclasses.replace(status(7, brings={}), **lie), *honest[rank:]], ORDER)
+    ranks = tuple(r for r in range(4) if r != rank)
+    assert set(ranks) <= set(plan.sound) and plan.counted == ranks
+    assert (plan.step, plan.over, plan.ended, plan.fragment) == (32, False, False, 1)
+
+
+def test_an_end_needs_two_words_or_a_note() -> None:
+    over = status(6, "end", finishing=True, over=True, brings={})
+    late = [status(5, "old"), status(5, "old")]
+    assert not reconcile([over, *late], ORDER).over  # one of three says so
+    noted = reconcile([over, *late], ORDER, final={"end"})
+    assert noted.ended and noted.sound == (0,) and noted.counted == ()
+    assert not reconcile([status(6, "lie", over=True), *late], ORDER, final={"end"}).over
+    assert reconcile([over, over, *late], ORDER).ended
 
 
 def test_the_run_is_over_once_no_member_brings_a_delta() -> None:
@@ -165,17 +193,16 @@ def test_statuses_survive_serialisation_and_malformed_ones_are_refused() -> None
             MemberStatus.of(facts, "replica-1")
 
 
-def test_a_state_digest_depends_on_round_members_and_anchor() -> None:
-    anchor = torch.arange(5.0)
-    state_digest = next_digest("start", 3, 1, anchor)
-    assert state_digest == next_digest("start", 3, 1, anchor.clone())
-    moved = anchor.clone()
-    moved[4] = torch.nextafter(moved[4], torch.tensor(9.0))
-    others = {
-        next_digest("other", 3, 1, anchor),
-        next_digest("start", 4, 1, anchor),
-        next_digest("start", 3, 0, anchor),
-        next_digest("start", 3, 1, moved),
-    }
-    assert state_digest not in others and len(others) == 4
-    assert dataclasses.replace(status(1), state_digest=state_digest).state_digest == state_digest
+def test_a_state_digest_is_that_of_all_that_a_member_can_receive() -> None:
+    """Whoever has the tensors and the record computes the same digest; any other value, outer state or record has another one."""
+
+    def state(
+        anchor: float = 1.0, outer: float = 0.5, who: tuple[str, ...] = ("a", "b"), number: int = 3
+    ) -> GlobalState:
+        held = GlobalState([torch.zeros(2), torch.zeros(3)], [{}, {"momentum": torch.zeros(3)}], round=number)
+        held.commit(1, torch.full((3,), anchor), {"momentum": torch.full((3,), outer)}, who)
+        return held
+
+    digests = {state().state_digest, state(1.5).state_digest, state(outer=0.0).state_digest}
+    digests |= {state(who=("a",)).state_digest, state(number=4).state_digest}
+    assert len(digests) == 5 and state().state_digest == state().computed_digest() in digests

@@ -21,29 +21,58 @@ STEPS = 60
 
 def toy(cluster: SimulatedCluster, record: RecordedRun, name: str, protocols: Protocols) -> Toy:
     facts, reader = {"protocols": str(protocols)}, NotingReader(3, 3, STEP, 500)
-    return Toy(cluster, name, record, inner=inner, reader=reader, facts=facts, least=2)
+    return Toy(cluster, name, record, inner=inner, reader=reader, facts=facts, least=2, keep=100.0)
 
 
-def upgraded(cluster: SimulatedCluster, record: RecordedRun, steps: int) -> Callable[[str], Toy]:
-    """Returns a replica that leaves after `steps` steps and returns two seconds later with the next release and its checkpoint."""
+def upgraded(
+    cluster: SimulatedCluster, record: RecordedRun, steps: int, back: set[str], gone: set[str], newcomers: int
+) -> Callable[[str], Toy]:
+    """Returns a replica that trains for `steps` steps, and until as many `newcomers` are `gone`. Then it leaves, and is `back` two seconds
+    later with the next release and its checkpoint.
+    """
 
     def run(name: str) -> Toy:
         before = toy(cluster, record, name, PROTOCOLS)
         before.begin().train_until(steps)
+        while len(gone) < newcomers:
+            before.train_until(before.step + 1)
         before.save()
         before.elastic.close()
         wait(cluster, name, 2.0)
-        return toy(cluster, record, name, AFTER).train(STEPS)
+        after = toy(cluster, record, name, AFTER).begin()
+        with cluster.time:
+            back.add(name)
+            cluster.time.notify_all()
+        return finished(after)
 
     return run
 
 
-def late(cluster: SimulatedCluster, record: RecordedRun, protocols: Protocols) -> Callable[[str], Toy]:
+def late(
+    cluster: SimulatedCluster, record: RecordedRun, protocols: Protocols, back: set[str], gone: set[str]
+) -> Callable[[str], Toy]:
+    """Returns a replica that comes as soon as one replica of three has been upgraded."""
+
     def run(name: str) -> Toy:
-        wait(cluster, name, 18.0)
-        return toy(cluster, record, name, protocols).train(STEPS)
+        with cluster.time:
+            cluster.wait(name, lambda: "a" in back, None)
+        newcomer = toy(cluster, record, name, protocols)
+        try:
+            newcomer.begin()
+        finally:
+            with cluster.time:
+                gone.add(name)
+                cluster.time.notify_all()
+        return finished(newcomer)
 
     return run
+
+
+def finished(toy: Toy) -> Toy:
+    toy.train_until(STEPS)
+    toy.elastic.finish(toy.keep)
+    toy.elastic.close()
+    return toy
 
 
 def wait(cluster: SimulatedCluster, name: str, seconds: float) -> None:
@@ -53,17 +82,22 @@ def wait(cluster: SimulatedCluster, name: str, seconds: float) -> None:
 
 def test_a_rolling_upgrade_keeps_training_and_refuses_an_incompatible_release() -> None:
     """Each replica in turn leaves and returns with a newer release. All train on, no sample is lost or trained twice, and all end with the
-    same bits. Two that share no protocol with the oldest replica are refused, also the one that an upgraded replica would understand."""
+    same bits. Two that share no protocol with the replicas of the old release are refused by name while there are two of these, also the one
+    that an upgraded replica would understand."""
     cluster, record = SimulatedCluster(), new_record()
-    steps = {"a": 12, "b": 24, "c": 36}
+    back, gone = set[str](), set[str]()
+    steps = {"a": (12, 0), "b": (24, 2), "c": (36, 2)}
     results = cluster.play(
-        {name: upgraded(cluster, record, steps[name]) for name in steps}
-        | {"d": late(cluster, record, FAR), "e": late(cluster, record, NEXT)}
+        {name: upgraded(cluster, record, number, back, gone, most) for name, (number, most) in steps.items()}
+        | {name: late(cluster, record, protocols, back, gone) for name, protocols in (("d", FAR), ("e", NEXT))}
     )
     for name, protocols in (("d", FAR), ("e", NEXT)):
         refused = results.pop(name)
         assert isinstance(refused, DisagreementError), refused
-        assert f"{name!r} cannot take part: protocols: {protocols} there, {PROTOCOLS} at" in str(refused)
+        others = [f"{PROTOCOLS} at 'b'", f"{PROTOCOLS} at 'c'"] + ([f"{AFTER} at 'a'"] if name == "d" else [])
+        assert any(
+            f"{name!r} cannot take part: protocols: {protocols} there, {there}" in str(refused) for there in others
+        )
         assert "install one release on all" in str(refused)
     agree(results, record)
     for name in "abc":

@@ -121,7 +121,7 @@ class Dict:
         if what == self.fails_at:
             raise LinkError("gone")
 
-    def put(self, key):
+    def put(self, key, value="1"):
         self._do("put")
         self.written[key] = b""
 

@@ -15,15 +15,64 @@ from thinwire.membership.commit import keys_of, view_id
 from thinwire.membership.registry import MemberRegistry, nobody_comes, quorum, will_not_vote
 
 
-def test_a_quorum_is_a_majority_that_waits_for_live_members():
+def test_a_quorum_is_a_majority_of_names_that_waits_for_live_members():
+    def heard(incarnations, **names):
+        return {incarnation: names.get(incarnation, incarnation) for incarnation in incarnations}
+
     calling = {"a": 0.0, "b": 9.0, "c": 9.5}
-    assert quorum(calling, "abc", set(), 9.5, 10.0) == {"a", "b", "c"}
-    assert quorum(calling, "abcd", set(), 9.9, 10.0) == set()  # d is alive and does not call, so the first waits for it
-    assert quorum(calling, "abcd", set(), 10.0, 10.0) == {"a", "b", "c"}
+    assert quorum(calling, heard("abc"), set(), 9.5, 10.0) == {"a", "b", "c"}
+    # d is alive and does not call, so the first waits for it
+    assert quorum(calling, heard("abcd"), set(), 9.9, 10.0) == set()
+    assert quorum(calling, heard("abcd"), set(), 10.0, 10.0) == {"a", "b", "c"}
     for previous in ({"a", "c"}, {"a", "b", "c"}):
-        assert quorum(calling, "abcd", previous, 9.5, 10.0) == {"a", "b", "c"}
-    assert quorum(calling, "abcdef", set(), 99.0, 10.0) == set()  # half is not more than half
-    assert quorum(calling, "ab", {"c"}, 9.5, 10.0) == {"a", "b"}
+        assert quorum(calling, heard("abcd"), previous, 9.5, 10.0) == {"a", "b", "c"}
+    assert quorum(calling, heard("abcdef"), set(), 99.0, 10.0) == set()  # half is not more than half
+    assert quorum(calling, heard("ab"), {"c"}, 9.5, 10.0) == {"a", "b"}
+    many = heard("abcdefgh", **dict.fromkeys("defgh", "mallory"))  # one name, five processes
+    assert quorum(calling, many, {"a", "b", "c", "z"}, 10.0, 10.0) == {"a", "b", "c"}
+    assert quorum(dict.fromkeys("defgh", 0.0), many, set(), 99.0, 10.0) == set()
+
+
+def test_the_processes_of_a_name_are_few_and_take_no_room_of_others():
+    registry = MemberRegistry(600.0)
+    for number in range(4):
+        registry.hear(Requester("mallory", f"m-{number}"))
+    with pytest.raises(PacketError, match="4 processes of mallory are there already"):
+        registry.hear(Requester("mallory", "m-4"))
+    for number in range(127):
+        registry.hear(Requester(f"honest-{number}"))
+    with pytest.raises(PacketError, match="128 replicas are there already"):
+        registry.hear(Requester("one-more"))
+    registry.gone("mallory", "m-0", "it closed")
+    registry.hear(Requester("mallory", "m-4"))
+
+
+def test_one_word_notes_no_end_of_a_run_of_three():
+    async def play():
+        registry, members = MemberRegistry(600.0), [Requester(name) for name in ("lima", "mallory", "oslo")]
+        for one in members:
+            registry.hear(one)
+        await asyncio.gather(*calls(registry, *members))
+        end, closed = f"end/{'0' * 32}", f"end/-{'0' * 32}"
+        lima, mallory, oslo = members
+
+        async def answer(requester, do, **fields):
+            return await registry.answer(requester, {"do": do, "members": [], "seconds": 0, **fields})
+
+        for _ in range(2):
+            await answer(mallory, "put", key=end, value="1")
+        assert await answer(lima, "look", keys=[end]) == {"values": None}
+        await answer(oslo, "put", key=end, value="1")
+        assert await answer(lima, "look", keys=[end]) == {"values": ["1"]}
+        assert await answer(lima, "look", keys=[closed]) == {"values": None}
+        await answer(oslo, "put", key=closed, value="1")
+        assert await answer(lima, "look", keys=[closed]) == {"values": ["1"]}
+        for number in range(62):  # it has noted `end`, too
+            assert await answer(mallory, "put", key=f"end/{number:032x}1"[:36], value="1") == {}
+        told = [await answer(mallory, "put", key=f"end/f{number:031x}", value="1") for number in range(9)]
+        assert "too many ends" in told[-1]["error"]
+
+    asyncio.run(play())
 
 
 def test_a_wait_is_in_vain_only_if_nobody_can_end_it():
@@ -244,9 +293,9 @@ def test_joins_and_leaves_are_logged_once_and_calls_are_answered(monkeypatch):
     assert lines[5:] == ["left: b (it closed)"]
     assert sorted(lost[:2]) == [("a", "a-1"), ("c", "c-1")] and lost[2:] == [("b", "b-1")]
     for name in "abc":
-        assert not registry.full(f"{name}-2")
+        assert not registry.full(f"{name}-2", name)
         registry.hear(Requester(name, f"{name}-2"))
-    assert registry.full("d-1") and not registry.full("a-2")
+    assert registry.full("d-1", "d") and not registry.full("a-2", "a")
     with pytest.raises(PacketError, match="3 replicas are there already"):
         registry.hear(Requester("d"))
     with pytest.raises(PacketError, match="b speaks as an incarnation of a"):

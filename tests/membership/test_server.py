@@ -72,7 +72,7 @@ def test_a_refusal_says_why_and_nothing_else(lighthouse: Lighthouse, told: list[
     assert refused(lighthouse, b"oslo", secret=b"") == WELCOME.pack(OTHER_SECRET, 0.0, bytes(PROOF))
     for name, life in ((b"os lo", LIFE), (b"oslo", "F" * 16), (b"\xff", LIFE), (b"oslo", "\0" * 16)):
         assert refused(lighthouse, name, life.encode()) == b""
-    lighthouse._registry.full = lambda incarnation: True  # type: ignore[method-assign]
+    lighthouse._registry.full = lambda incarnation, name: "128 replicas are there already"  # type: ignore[method-assign]
     assert refused(lighthouse, b"oslo") == WELCOME.pack(FULL, 0.0, bytes(PROOF))
     with pytest.raises(LinkError, match="is full: 128 replicas are there already"):
         channel(lighthouse)

@@ -176,7 +176,7 @@ def test_presences_survive_serialisation():
         assert Presence.from_json(said.to_json()) == said
     assert json.loads(there.to_json()) == {
         "name": "a", "incarnation": "incarnation-of-a", "calls": 1, "views": 0, "holds": "", "facts": {"run": "x"},
-        "status": {"round": 3, "tokens": 1.5, "more": [None, "é"]}, "unreachable": ["l"], "expects": ["m"], "address": "",
+        "status": {"round": 3, "tokens": 1.5, "more": [None, "é"]}, "unreachable": ["l"], "excludes": {}, "expects": ["m"], "address": "",
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import pytest
@@ -55,4 +56,40 @@ def test_a_vote_in_anothers_name_is_refused(tmp_path, audit):
                     liar.ask("forget", keys=[OUTCOME, *BALLOTS])
                     assert second.settle(OUTCOME, b"no") == b"yes" == first.wait(OUTCOME, 600.0)
         finally:
+            thread.release()
+
+
+def test_a_name_has_one_vote_and_one_word_however_many_its_processes(tmp_path, audit):
+    """Three honest members meet beside one with four processes that never call. It alone cannot note an end; what it reports is logged."""
+    honest = ("bergen", "lima", "oslo")
+    with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(600.0), say=audit) as hub:
+        enrolments = {name: Enrolment(hub.invite(), name, tmp_path / "keys") for name in (*honest, "liar")}
+        thread, channels = LoopThread.shared(), []
+
+        def dialled(name: str, process: str) -> HubChannel:
+            channels.append(HubChannel(enrolments[name], process * 16, "", thread, 600.0))
+            return channels[-1]
+
+        try:
+            liar = [dialled("liar", process) for process in "0123"]
+            with pytest.raises(LinkError, match="4 processes of liar are there already"):
+                dialled("liar", "4")
+            members = [dialled(name, process) for name, process in zip(honest, "abc")]
+            with ThreadPoolExecutor(3) as pool:
+                views = [pool.submit(one.ask, "call", 600.0, presence="status") for one in members]
+                for view in views:
+                    assert [name for name, *_ in view.result(600.0)["present"]] == list(honest)
+            end = f"end/{'0' * 32}"
+            for one in liar:
+                one.ask("put", key=end, value="1", members=[])
+            assert members[0].ask("look", keys=[end])["values"] is None
+            members[1].ask("put", key=end, value="1", members=[])
+            assert members[0].ask("look", keys=[end])["values"] == ["1"]
+            for number in range(9):
+                liar[0].ask("report", text=f"oslo is bad {number}\n")
+            audit.wait("reports liar: oslo is bad 3\\n")
+            assert not any("oslo is bad 4" in line for line in audit.said)
+        finally:
+            for one in channels:
+                one.close()
             thread.release()

@@ -93,9 +93,9 @@ def watch(replica: tw.Replica, log: DurableLog, name: str) -> None:
             log.write("brings", id=view.id, steps=-float(ready.delta[own]) / UNIT)
         return fly(view, plan, ready)
 
-    def believed(view: Any, plan: Any, ready: Any, moved: Any, granted: bool = False) -> None:
+    def believed(view: Any, plan: Any, ready: Any, moved: Any, granted: bool = False, *reads: Any) -> None:
         before = loop.agreed.state_digest
-        believe(view, plan, ready, moved, granted)
+        believe(view, plan, ready, moved, granted, *reads)
         if moved is not None:
             names = [view.members[rank].name for rank in plan.counted]
             log.write(

@@ -58,11 +58,11 @@ def freeze_a(cluster: SimulatedCluster, doubts: bool, monkeypatch: pytest.Monkey
 
     decide = View.decide
 
-    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
+    def decided(view: View, question: str, yes: bool, seconds: float, *what: str) -> bool:
         own = view.members[view.group.rank].name
         if own != "a":  # a votes first and waits, so the others have the result without it
             ThreadRendezvous(cluster, own).sleep(0.5)
-        return decide(view, question, yes, seconds)
+        return decide(view, question, yes, seconds, *what)
 
     monkeypatch.setattr(View, "decide", decided)
     cluster.at("a", "wait" if doubts else "call", freeze, 4)
@@ -185,9 +185,9 @@ class Toy:
                 record.deltas[view.id, name] = packet(ready, moved.feedback)
             return moved
 
-        def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any, granted: bool = False) -> None:
+        def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any, granted: bool = False, *reads: Any) -> None:
             before = loop.agreed.state_digest
-            believe(view, plan, ready, moved, granted)
+            believe(view, plan, ready, moved, granted, *reads)
             if before != loop.agreed.state_digest:
                 with record.lock:
                     deltas = [record.deltas[view.id, view.members[rank].name] for rank in plan.counted]

@@ -234,6 +234,12 @@ class DataLedger:
         after, returned = after._split(present, dead, new) if dead or new else (after, ())
         return after, Named(tuple(done), tuple(lost), returned)
 
+    def will_split(self, present: Iterable[str]) -> bool:
+        """Whether the next commit, in which `present` take part, splits the remaining samples anew: a lease ends, or a member has none."""
+        there = set(present)
+        ends = any(lease.name not in there and lease.absent >= self.patience for lease in self.leases)
+        return ends or any(self.lease(name) is None for name in there)
+
     # ---- the parts of a commit
 
     def _settle(self, lease: Lease) -> tuple[Lease, tuple[Range, ...]]:

@@ -95,6 +95,7 @@ class LeasedReader:
         self._along: Along | None = None
         self._fresh: list[Range] = []  # positions, for the record
         self._wait: Callable[[], None] = lambda: None
+        self._await_split: Callable[[int], None] = lambda end: None
         self._micros: dict[int, NDArray[np.int64]] = {}  # the last inner step's micro-batches
 
     def template(self, fragments: int, every: int, delay: int) -> DataLedger:
@@ -106,9 +107,13 @@ class LeasedReader:
         ahead = self.step * (4 * every + delay)
         return DataLedger(self.samples, self.seed, self.replicas, fragments, ahead, 2 * fragments)
 
-    def connect(self, name: str, fragments: int, wait: Callable[[], None]) -> None:
-        """Called by the driver. `wait` asks for a lease, and returns when there may be one."""
-        self.name, self._wait, self.holds = name, wait, [()] * fragments
+    def connect(
+        self, name: str, fragments: int, wait: Callable[[], None], await_split: Callable[[int], None] = lambda end: None
+    ) -> None:
+        """Called by the driver. `wait` asks for a lease, and returns when there may be one. `await_split` is called before it reads up to a
+        count: it waits if the samples before that may be given to others in this moment.
+        """
+        self.name, self._wait, self._await_split, self.holds = name, wait, await_split, [()] * fragments
 
     # ---- what the job asks
 
@@ -124,6 +129,7 @@ class LeasedReader:
         """The next samples. Waits while this replica has no lease."""
         while self._along is None:
             self._wait()
+        self._await_split(self._drawn + number)
         self._drawn += number
         return self._along.read(self._drawn - number, self._drawn)
 
@@ -227,6 +233,11 @@ class LeasedReader:
     def load_notes(self, notes: Mapping[str, Any]) -> str:
         """Does nothing; see `notes`."""
         return ""
+
+    @staticmethod
+    def held_by(state: Mapping[str, Any]) -> int:
+        """Samples in flight in a `state()`."""
+        return total(union((int(a), int(b)) for held in state["holds"] for a, b in held))
 
     def state(self) -> dict[str, Any]:
         """For JSON, saved beside the ledger."""

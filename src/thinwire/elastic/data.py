@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from thinwire.comm.group import gather
 from thinwire.data_ledger import DataLedger, LeasedReader, ReadCount
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import Outcome, Ready
 from thinwire.elastic.plan import MemberStatus, RoundPlan
+from thinwire.errors import PacketError
 from thinwire.membership.view import View
+
+_READS = struct.Struct("<qqq")  # serial, version and count
 
 
 def status_fields(sound: bool, reads: ReadCount, waiting: Mapping[int, Ready]) -> dict[str, Any]:
@@ -48,11 +53,34 @@ def grants(ledger: DataLedger | None, view: View) -> bool:
     return bool(ledger and any(ledger.lease(member.name) is None for member in view.members))
 
 
-def commit(agreed: GlobalState, view: View, plan: RoundPlan) -> dict[str, Any]:
-    """Update the ledger after a committed round; returns the fields of the `data` event."""
-    statuses = {member.name: MemberStatus.of(member.status, member.name) for member in view.members}
-    claims = {view.members[rank].name: statuses[view.members[rank].name].claim(plan.fragment) for rank in plan.counted}
-    named = agreed.commit_data(plan.fragment, claims, {name: status.read_count for name, status in statuses.items()})
+def reads_now(view: View, statuses: Sequence[MemberStatus], own: ReadCount, most: int | None) -> list[ReadCount]:
+    """How far each member has read, in rank order. It is asked anew in a round that splits the samples, because a status may be many periods
+    old by then. Raises `LinkError`, and `PacketError` with the member that says it has read less than in its status, or too much.
+    """
+    told = gather(view.group, _READS.pack(own.serial, own.version, own.count), _READS.size, "view")
+    reads = list[ReadCount]()
+    for rank, (raw, status) in enumerate(zip(told, statuses)):
+        reading = ReadCount(*_READS.unpack(raw)) if len(raw) == _READS.size else ReadCount(-2)
+        before = status.read_count
+        same = (reading.serial, reading.version) == (before.serial, before.version)
+        if not same or reading.count < before.count or (most is not None and reading.count > most):
+            error = PacketError(
+                f"{view.members[rank].name} reports that it has read {reading}, after {before} in its status"
+            )
+            error.peer = rank
+            raise error
+        reads.append(reading)
+    return reads
+
+
+def commit(agreed: GlobalState, view: View, plan: RoundPlan, reads: Sequence[ReadCount]) -> dict[str, Any]:
+    """Update the ledger after a committed round, until which the members have read so far; returns the fields of the `data` event."""
+    names = [member.name for member in view.members]
+    claims = {
+        names[rank]: MemberStatus.of(view.members[rank].status, names[rank]).claim(plan.fragment)
+        for rank in plan.counted
+    }
+    named = agreed.commit_data(plan.fragment, claims, dict(zip(names, reads)))
     ways = {"trained": named.trained, "lost": named.lost, "returned": named.returned}
     return {way: [[name, begin, end] for name, (begin, end) in ranges] for way, ranges in ways.items()}
 

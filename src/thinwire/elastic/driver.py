@@ -41,7 +41,7 @@ from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Schedule
 from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.first_state import first_state
-from thinwire.runtime.handshake import check_start, digest, introduction
+from thinwire.runtime.handshake import check_start, introduction
 from thinwire.runtime.recovery import start_again
 from thinwire.runtime.token_weights import check_saved, check_unchanged, tokens_of_step
 from thinwire.strategy import Strategy
@@ -71,10 +71,10 @@ class ElasticDriver(Driver):
         self._reader = training.reader
         self._at = Point()  # the agreed state that the fragments hold
         anchors = [one.anchor for one in self._fragments]
-        agreed = GlobalState(anchors, [one.state for one in self._fragments], state_digest=digest(anchors).hex())
+        agreed = GlobalState(anchors, [one.state for one in self._fragments])
         if self._reader and (template := self._template()):
             agreed.set_ledger(template)
-            self._reader.connect(membership.name, len(self._fragments), self._ask_for_samples)
+            self._reader.connect(membership.name, len(self._fragments), self._ask_for_samples, self._await_split)
         codecs = [one.codec for one in self._fragments]
         self.rounds = RoundThread(
             strategy,
@@ -125,6 +125,19 @@ class ElasticDriver(Driver):
         self.rounds.wait(lambda: self.rounds.idle or self._stop_requested)
         self._pick_up(self.training.step)
         self._adopt(self.rounds.report.ledger)
+
+    def _await_split(self, end: int) -> None:
+        """Wait before the reader reads to `end`, if the samples beyond its fence may be given to others in this moment."""
+        reader = self._reader
+        assert reader is not None
+
+        def free() -> bool:
+            fence = self.rounds.fence(reader.generation)
+            return fence is None or end <= fence or self._stop_requested or self.rounds.report.failure is not None
+
+        if not free():
+            self.rounds.wait(free)
+            reader.adopt(self.rounds.report.ledger)
 
     def _adopt(self, ledger: DataLedger | None) -> None:
         """Take the ledger before the first outcome, or if there is no lease. Later ledgers come with outcomes."""
@@ -228,11 +241,16 @@ class ElasticDriver(Driver):
         states = [one.state for one in self._fragments]
         agreed = GlobalState([one.anchor for one in self._fragments], states, ledger=self._template())
         agreed.load(facts)
-        number, before = agreed.round, facts.get("held_since", {})  # earlier versions saved none
+        agreed.use_computed_digest()  # of the tensors that were read, whatever was saved beside them
+        number, before = agreed.round, facts.get("held_since", {})
         held_since = {index: min(number, before.get(str(index), number)) for index in range(len(self._fragments))}
         self._at = Point(number, agreed.state_digest, dict(agreed.counted), agreed.ledger, held_since)
         self._trained, self._in_anchors = facts["trained"], list(facts["travelled"])
+        held = self._trained - min(self._in_anchors)
         if self._reader and not self._reader.load(facts["reader"], agreed.ledger, self.rounds.report.ledger):
+            if held:
+                why = "others have the samples that its checkpoint held"
+                self._note_dropped(self.training.step, held, self._reader.held_by(facts["reader"]), why)
             self.training.load_anchors()  # other replicas train the samples that were in the parameters
             self._in_anchors = [self._trained] * len(self._fragments)
         self.rounds.load(agreed, held_since)
@@ -265,8 +283,16 @@ class ElasticDriver(Driver):
             self._take_outcomes(step)
 
     def _take_outcomes(self, step: int) -> None:
+        dropped, samples, why = 0.0, self._reader.in_flight if self._reader else 0, ""
         for outcome in self.rounds.outcomes(step):
             self._at = outcome.after
+            if outcome.anew:
+                dropped = max(dropped, self._trained - self._in_anchors[outcome.fragment])
+                why = why or (
+                    "a delta that was counted holds part of it"
+                    if outcome.spent
+                    else "others took over the samples that it read"
+                )
             if outcome.broken:
                 self._observe(
                     "refused",
@@ -288,6 +314,15 @@ class ElasticDriver(Driver):
                 self._reader.begin_again(outcome.after.ledger)
             elif self._reader:
                 self._reader.adopt(outcome.after.ledger)
+        if dropped:
+            self._note_dropped(step, dropped, samples - (self._reader.in_flight if self._reader else 0), why)
+
+    def _note_dropped(self, step: int, trained: float, samples: int, why: str) -> None:
+        """Report that training of this replica is in no delta, and never will be."""
+        unit = "tokens" if self.by_tokens else "steps"
+        self._observe("dropped", step, trained=trained, samples=samples, reason=why)
+        message = f"{trained:,.0f} {unit} that this replica trained are dropped ({samples:,} samples): {why}"
+        self._observe("warning", step, message=message)
 
     @torch.no_grad()
     def _forget_own(self) -> None:

@@ -108,6 +108,16 @@ def end_is_noted(membership: Membership, agreed: GlobalState) -> bool:
     return False
 
 
+def noted_ends(membership: Membership, statuses: Sequence[MemberStatus]) -> set[str]:
+    """The state digests of members that say that the run is over, and with which the rendezvous has noted its end."""
+    noted = set[str]()
+    for status in statuses:
+        with suppress(LinkError):
+            if status.over and membership.ended(status.run, status.state_digest):
+                noted.add(status.state_digest)
+    return noted
+
+
 def check_final(membership: Membership, agreed: GlobalState, error: EndedError) -> None:
     """Raise `error`, with advice, unless this replica holds the final state."""
     if end_is_noted(membership, agreed):
@@ -136,7 +146,7 @@ def keep(
         try:
             view = next_view(lambda: status, left)
             statuses = [MemberStatus.of(member.status, member.name) for member in view.members]
-            plan = reconcile(statuses, order)
+            plan = reconcile(statuses, order, noted_ends(membership, statuses))
             if view.group.rank in plan.behind:
                 there = view.members[plan.sound[0]].name
                 if noted is not None and level(view, plan, statuses, agreed, observe, membership.clock):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, check_finite
 from thinwire.data_ledger import Claim, DataLedger, Named, ReadCount, layout
-from thinwire.elastic.plan import MOST_ROUNDS, MemberStatus, next_digest
+from thinwire.elastic.plan import MOST_ROUNDS, MemberStatus
 from thinwire.errors import CheckpointError, DataError
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.fragment_state import FragmentState
@@ -39,6 +41,29 @@ class GlobalState:
     ledger: DataLedger | None = None  # assigns samples to replicas; None: the replicas choose their data themselves
     # by fragment: its version and tensors, from a transfer that was cut off, or from before a checkpoint was loaded
     arrived: dict[int, tuple[tuple[int, str], dict[str, Tensor]]] = field(default_factory=dict)
+    _digests: dict[int, bytes] = field(
+        default_factory=dict, repr=False
+    )  # of the tensors of each fragment, once computed
+
+    def __post_init__(self) -> None:
+        if self.anchors and not self.state_digest:
+            self.state_digest = self.computed_digest()
+
+    def computed_digest(self) -> str:
+        """The state digest: BLAKE2b, 16 bytes, as hexadecimal digits, of the anchors and outer states, the record of rounds, and the ledger. So
+        whoever takes a state over can compute its digest from what has arrived.
+        """
+        state = hashlib.blake2b(json.dumps(list(self.counted.items())).encode(), digest_size=16)
+        state.update((layout.digest(self.ledger) if self.ledger else "").encode())
+        for index, part in enumerate(self.parts()):
+            if index not in self._digests:
+                self._digests[index] = digest_of(part)
+            state.update(self._digests[index])
+        return state.hexdigest()
+
+    def use_computed_digest(self) -> None:
+        """Take the digest of what this state holds, in place of one that was read."""
+        self.state_digest = self.computed_digest()
 
     def fragment(self, index: int, codec: Codec, feedback: State) -> FragmentState:
         """A `FragmentState` for a round: the shared state of a fragment, with this replica's `feedback`, and without parameters, which
@@ -86,7 +111,7 @@ class GlobalState:
     @property
     def mark(self) -> str:
         """Identifies the last committed round; a round of the same number in another history has another mark."""
-        return self.state_digest[:8]
+        return self.counted[max(self.counted)][2] if self.counted else ""
 
     def counts(self, number: int, name: str, fragment: int, mark: str = "") -> bool:
         """Whether round `number` exchanged `fragment`, counted the delta of `name`, and has the `mark`, if one is given. Also true if this
@@ -112,10 +137,13 @@ class GlobalState:
     def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
         """Store the anchor and outer state of `fragment` after a round that counted `who`."""
         self.anchors[fragment], self.states[fragment] = anchor, state
-        self.state_digest = next_digest(self.state_digest, self.round, fragment, anchor)
-        self.counted[self.round] = fragment, who, self.mark
+        self._digests[fragment] = digest_of(self.parts()[fragment])
+        before = json.dumps([self.state_digest, self.round, fragment, who]).encode()
+        mark = hashlib.blake2b(before + self._digests[fragment], digest_size=4).hexdigest()
+        self.counted[self.round] = fragment, who, mark
         while (first := next(iter(self.counted))) <= self.round - REMEMBERED:
             del self.counted[first]
+        self.state_digest = self.computed_digest()
 
     def begin_data(self, names: Iterable[str]) -> None:
         """Give the members of the first view their leases, if this has not been done."""
@@ -130,12 +158,9 @@ class GlobalState:
         return named
 
     def set_ledger(self, ledger: DataLedger) -> None:
-        """Store `ledger`, and add it to the state digest, so that members with different ledgers have different digests."""
+        """Store `ledger`. Members with different ledgers have different state digests."""
         self.ledger = ledger
-        text = f"{self.state_digest}/{layout.digest(ledger)}"
-        self.state_digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        if self.round in self.counted:  # the mark of a round is the state after it
-            self.counted[self.round] = *self.counted[self.round][:2], self.mark
+        self.state_digest = self.computed_digest()
 
     def read(self, facts: Mapping[str, Any]) -> GlobalState:
         """The state of another member by its `facts()`, without its tensors. Raises `CheckpointError`."""
@@ -177,21 +202,37 @@ class GlobalState:
         self.arrived = {index: (other.version(index), part) for index, part in enumerate(other.parts())}
 
     def take_over(self, other: GlobalState, status: MemberStatus) -> None:
-        """Take over the state `other` of a sound member, whose fragments have arrived. Raises `CheckpointError`, and changes nothing, if it
-        differs from the member's `status`.
+        """Take over the state `other` of a sound member, whose fragments have arrived. Raises `CheckpointError`, and changes nothing but
+        `arrived`, if what has arrived does not have the digest in the member's `status`.
         """
-        if (other.round, other.state_digest) != (status.round, status.state_digest):
+        anchors, states, digests = list(self.anchors), list(self.states), dict(self._digests)
+        for i, (version, part) in self.arrived.items():
+            if version == other.version(i):
+                digests.pop(i, None)
+                anchors[i] = part[f"{i}.anchor"].to(anchors[i].device)
+                states[i] = {name: part[f"{i}.outer.{name}"].to(value.device) for name, value in states[i].items()}
+        there = GlobalState(
+            anchors, states, other.round, other.state_digest, other.counted, other.run, other.ledger, _digests=digests
+        )
+        announced = status.round, status.state_digest
+        if (other.round, other.state_digest) != announced or there.computed_digest() != status.state_digest:
+            self.arrived = {}  # whose bytes they are is not known
             raise CheckpointError(
                 "the transferred state does not have the digest that was announced; check that replica."
             )
-        for i, (version, part) in self.arrived.items():
-            if version == other.version(i):
-                self.anchors[i] = part[f"{i}.anchor"].to(self.anchors[i].device)
-                self.states[i] = {
-                    name: part[f"{i}.outer.{name}"].to(value.device) for name, value in self.states[i].items()
-                }
+        self.anchors, self.states, self._digests = anchors, states, there._digests
         self.round, self.state_digest, self.run = other.round, other.state_digest, other.run
         self.counted, self.ledger, self.arrived = other.counted, other.ledger, {}
+
+
+def digest_of(part: Mapping[str, Tensor]) -> bytes:
+    """BLAKE2b, 16 bytes, of the tensors of one fragment by name."""
+    state = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(part.items()):
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        state.update(f"{name} {values.dtype} {values.numel()}/".encode())
+        state.update(values.view(torch.uint8).numpy().data)
+    return state.digest()
 
 
 def _other_data(there: DataLedger | None, here: DataLedger | None) -> str:

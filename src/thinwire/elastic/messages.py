@@ -175,6 +175,7 @@ class Mailbox:
 
     steps      new inner steps, from the main thread
     reads      the reader's newest generation, and how far it has read, from the main thread
+    fence      while the samples are split anew: the generation of the reader, and how far it may read until it is over; from the loop
     closing    set by the main thread: only `Close` is executed from now on
     outcomes   outcomes from the loop, in order; those that the main thread must take over together are one entry
     """
@@ -184,6 +185,7 @@ class Mailbox:
     def __init__(self) -> None:
         self.steps: deque[int] = deque(maxlen=1)
         self.reads: tuple[int, ReadCount] = 0, ReadCount()
+        self.fence: tuple[int, int] | None = None
         self.closing = threading.Event()
         self.outcomes: deque[Sequence[Outcome]] = deque()
         self._changed = threading.Condition()

@@ -12,7 +12,11 @@ messages with the main thread (messages.py).
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,12 +25,14 @@ import torch
 
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group
+from thinwire.data_ledger import ReadCount
 from thinwire.elastic.catching_up import caught_up
-from thinwire.elastic.data import admit, commit, grants, is_void, most_counts, status_fields
-from thinwire.elastic.ending import check_final, end_is_noted, keep, level, note_end
+from thinwire.elastic.conduct import Conduct
+from thinwire.elastic.data import admit, commit, grants, is_void, most_counts, reads_now, status_fields
+from thinwire.elastic.ending import check_final, end_is_noted, keep, level, note_end, noted_ends
 from thinwire.elastic.eviction import EvictionVoter
-from thinwire.elastic.flying import fly
-from thinwire.elastic.global_state import GlobalState
+from thinwire.elastic.flying import blamed, fly
+from thinwire.elastic.global_state import GlobalState, digest_of
 from thinwire.elastic.messages import (
     NOTHING,
     Close,
@@ -69,7 +75,7 @@ class RoundLoop:
         self.strategy, self.membership, self.codecs, self.order = strategy, membership, codecs, order
         self._mail, self._observer, self._most_weight, self._clock = mail, observer, most_weight, clock
         self.agreed, self._state, self._step, self._done = agreed, State.JOINING, 0, 0
-        self._alone, self._reason, self._keep_seconds = 0, "", 0.0
+        self._alone, self._reason, self._refusal, self._keep_seconds = 0, "", "", 0.0
         self._failure: BaseException | None = None
         self._past, self._met = PastDeltas(), set[str]()  # names of members that it has met
         self._late = set[str]()  # names of those for which it keeps the final state
@@ -80,7 +86,13 @@ class RoundLoop:
         self._renewals = [0] * len(codecs)  # outcomes after which older deltas must not be counted, by fragment
         self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
         self._context: SendContext | None = None
+        self._late_peers, self._sums = (
+            dict[int, str](),
+            dict[int, str](),
+        )  # of the last exchange: who was late, checksums
         self._voter = EvictionVoter(membership, self._observe, clock)
+        self._conduct = Conduct(membership, self._observe)
+        membership.leave_out(self._conduct.excluded)
         self._actions: dict[Action, Callable[..., object]] = {
             Action.HOLD_DUE: self._hold_due, Action.HOLD_ONE: self._hold_one, Action.ADOPT: self._adopt,
             Action.GIVE_FINAL: self._give_final, Action.GIVE_BACK: self._give_back, Action.REMEMBER: self._remember,
@@ -196,9 +208,19 @@ class RoundLoop:
         began = self._clock()
         try:
             status = self._status()
-            view = self._view(lambda: replace(status, step=self._now()).facts())  # training continues meanwhile
+            view = self._view(lambda: self._newest(status).facts())
             statuses = [MemberStatus.of(member.status, member.name) for member in view.members]
-            plan = reconcile(statuses, self.order)
+            plan = reconcile(statuses, self.order, noted_ends(self.membership, statuses))
+            if (
+                len(statuses) < self.membership.least and not plan.ended
+            ):  # it let them meet because it says that the run is over
+                view.close()
+                raise LinkError(
+                    f"{len(statuses)} of at least {self.membership.least} members came, and the end of the run is not noted"
+                )
+            names = [member.name for member in view.members]
+            self._conduct.hear(names, statuses)
+            self._conduct.behind(names, {names[rank] for rank in plan.behind if not statuses[rank].fresh})
             if reason := self._voter.judge(view, statuses):
                 self._alone, self._reason = 0, reason
                 self._on(Event.DECIDED)
@@ -218,13 +240,13 @@ class RoundLoop:
                 self._observe("alone", reason=str(error))
             self._on(Event.ALONE)
             return
-        self._alone, names = 0, [member.name for member in view.members]
+        self._alone = 0
         self._met.update(names)
         plan, moved, committed = self._hold(view, plan, statuses)
         self._observe(
             "round", round=plan.round, fragment=plan.fragment, members=names, counted=[names[rank] for rank in plan.counted],
             committed=committed, foreseen=moved.nbytes if moved else 0, nbytes=moved.nbytes_sent if moved else 0,
-            reason=self._reason, seconds_spent=self._clock() - began,
+            reason=self._reason or self._refusal, seconds_spent=self._clock() - began,
         )  # fmt: skip
         if plan.over and not self._reason and (committed or plan.ended):
             self._on(Event.OVER, None if plan.ended else names, not plan.ended and view.group.rank == 0)
@@ -238,10 +260,17 @@ class RoundLoop:
         agreed, finishing = self.agreed, self._state is State.FINISHING
         said = {index: self._waiting[index] for index in first_in_turn(self._waiting, self.order, agreed.round)}
         self._generation, reads = self._mail.reads
-        data = status_fields(self._generation > self._void, reads, said) | self._voter.says()
+        data = status_fields(self._generation > self._void, reads, said) | self._voter.says() | self._conduct.says()
         return MemberStatus(
             agreed.round, agreed.state_digest, self._now(), self._state is State.JOINING, finishing, agreed.run, **data
         )
+
+    def _newest(self, status: MemberStatus) -> MemberStatus:
+        """The status now, because training continues while this replica waits for a view."""
+        generation, reads = self._mail.reads
+        now = replace(status, step=self._now())
+        fresh = status.reads and generation == self._generation
+        return replace(now, reads=[reads.serial, reads.version, reads.count]) if fresh else now
 
     def _hold(
         self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]
@@ -252,6 +281,9 @@ class RoundLoop:
         ready, reason = self._waiting.pop(plan.fragment, NOTHING), ""
         rank, void, granted = view.group.rank, False, False
         moved: RoundUpdate | None = None
+        reads, blames = list[ReadCount](), dict[str, str]()
+        self._late_peers, self._sums = {}, {}
+        names = [member.name for member in view.members]
         try:
             self._level(view, plan, statuses)
             brought, plan = plan.counted, admit(plan, self.agreed, view, statuses)
@@ -262,20 +294,50 @@ class RoundLoop:
             void = is_void(self.agreed.ledger, self.membership.name, statuses[rank], refused)
             if plan.counted:
                 moved = self._fly(view, plan, ready)
+                blames = {names[peer]: why for peer, why in self._late_peers.items()}
+            reads = self._read_counts(view, statuses, bool(plan.counted or granted))
         except (LinkError, PacketError, NonFiniteError, CheckpointError) as error:
             reason = f"{type(error).__name__}: {error}"
+            blames = {names[peer]: str(error) for peer in blamed(error) if peer < len(names) and peer != rank}
         asked = plan.counted or granted or (plan.over and not plan.ended)
-        committed = self._decide(view, plan, ready, moved, yes=not reason) if asked else False
+        what = self._summary(plan, moved, reads)
+        committed = self._decide(view, plan, ready, moved, not reason, what) if asked else False
+        refusal = ""
+        if asked and committed is False and not reason:
+            with suppress(LinkError):
+                blames = view.dissenters(f"round {plan.round}", what)
+            refusal = "; ".join(f"{name} {did}" for name, did in blames.items())
+        elif committed:
+            self._conduct.committed(names)
+        if blames:
+            self._conduct.blame(view.id, blames, {names[peer]: value for peer, value in self._sums.items()})
         if reason:
             view.close()
             self._end_sending()
-        self._reason = reason
+        self._reason, self._refusal = reason, refusal
         if committed is not None:
-            self._believe(view, plan, ready, moved if committed else None, granted and committed)
+            self._believe(view, plan, ready, moved if committed else None, granted and committed, reads)
             self._on(Event.DECIDED)
+        self._mail.fence = None  # after the new ledger is in the report
+        self._mail.wake()
         if void:
             self._drop()
         return plan, moved, committed
+
+    def _read_counts(self, view: View, statuses: Sequence[MemberStatus], asked: bool) -> list[ReadCount]:
+        """How far each member has read. If this round splits the samples anew, they say it now, and read on to the fence at most until the split
+        is decided.
+        """
+        ledger = self.agreed.ledger
+        if ledger is None or not asked or not ledger.will_split(member.name for member in view.members):
+            return [status.read_count for status in statuses]
+        generation, reads = self._mail.reads
+        own = statuses[view.group.rank].read_count
+        if own.serial >= 0 and generation == self._generation:
+            self._mail.fence = generation, reads.count + ledger.ahead
+            own = replace(own, count=self._mail.reads[1].count if self._mail.reads[0] == generation else own.count)
+        most = most_counts(ledger, self.membership.most_steps, self.strategy.schedule.every)
+        return reads_now(view, statuses, own, most)
 
     def _drop(self) -> None:
         """Drop this replica's own progress, because others train its samples: it continues from the anchors, with its present lease."""
@@ -291,7 +353,8 @@ class RoundLoop:
         if self._unconfirmed is not None:  # all have this round now
             self._past.forget(self._unconfirmed.ready.fragment)
         self.agreed.round, self._unconfirmed = plan.round, None
-        self.agreed.run = statuses[plan.sound[0]].run or view.id
+        runs = Counter(statuses[rank].run for rank in plan.sound if statuses[rank].run)
+        self.agreed.run = max(runs, key=lambda run: runs[run]) if runs else view.id
         self.agreed.begin_data(member.name for member in view.members)
         self.membership.enter(self.agreed.run)
         self._step = max(self._now(), plan.step)
@@ -330,10 +393,15 @@ class RoundLoop:
         return Outcome(fragment, doubt.round, ready=ready)
 
     def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
+        """Exchange, and note who was late."""
         fragment, own = plan.fragment, view.group.rank in plan.counted
         held = self.agreed.fragment(fragment, self.codecs[fragment], ready.feedback if own else {})
         context = self._sending_over(view.group)
-        return fly(self.strategy, self.codecs[fragment], held, view, plan, ready, context, self._voter)
+        grace = self.membership.timeouts.grace
+        moved, self._late_peers, self._sums = fly(
+            self.strategy, self.codecs[fragment], held, view, plan, ready, context, self._voter, grace
+        )
+        return moved
 
     def _sending_over(self, group: Group) -> SendContext:
         """The send context; it lives as long as the group."""
@@ -347,10 +415,12 @@ class RoundLoop:
             self._context.close(wait=True)  # its group is closed, so its sends fail at once
         self._context = None
 
-    def _decide(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, yes: bool) -> bool | None:
+    def _decide(
+        self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, yes: bool, what: str
+    ) -> bool | None:
         """Vote on the round: whether all members have all that it needs. None: the result is not known before the next statuses."""
         try:
-            return view.decide(f"round {plan.round}", yes, self.membership.timeouts.vote)
+            return view.decide(f"round {plan.round}", yes, self.membership.timeouts.vote, what)
         except UndecidedError as error:
             if view.group.rank in plan.counted:
                 assert moved is not None
@@ -360,14 +430,31 @@ class RoundLoop:
             self._observe("doubt", round=plan.round, reason=str(error))
             return None
 
-    def _believe(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, granted: bool) -> None:
+    def _summary(self, plan: RoundPlan, moved: RoundUpdate | None, reads: Sequence[ReadCount]) -> str:
+        """A digest of what a commit would change, which members vote for: a round in which they have unlike results is not committed."""
+        readings = [[one.serial, one.version, one.count] for one in reads]
+        text = json.dumps([plan.round, plan.fragment, plan.weights, plan.whole, readings, plan.over])
+        summary = hashlib.blake2b(text.encode(), digest_size=16)
+        if moved is not None and moved.anchor is not None:
+            summary.update(digest_of({"anchor": moved.anchor, **moved.outer}))
+        return summary.hexdigest()
+
+    def _believe(
+        self,
+        view: View,
+        plan: RoundPlan,
+        ready: Ready,
+        moved: RoundUpdate | None,
+        granted: bool,
+        reads: Sequence[ReadCount],
+    ) -> None:
         own = ready if view.group.rank in plan.counted else None
         if moved is not None:
             names = tuple(view.members[rank].name for rank in plan.counted)
             assert moved.anchor is not None  # it has finished
             self.agreed.commit(plan.fragment, moved.anchor, moved.outer, names)
         if self.agreed.ledger and (moved is not None or granted):
-            self._observe("data", round=plan.round, **commit(self.agreed, view, plan))
+            self._observe("data", round=plan.round, **commit(self.agreed, view, plan, reads))
         # The round is another one if it could not take over the state that it lacks.
         if self.agreed.round == plan.round and (plan.fragment >= 0 or granted):
             self.agreed.round += 1

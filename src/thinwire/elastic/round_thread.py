@@ -136,6 +136,11 @@ class RoundThread:
         """Wait until `enough()` is true. It is called after every report and `wake`."""
         self._mail.wait(enough)
 
+    def fence(self, generation: int) -> int | None:
+        """How far the reader of this generation may read now, while the samples are split anew; None: on and on."""
+        fence = self._mail.fence
+        return fence[1] if fence and fence[0] == generation else None
+
     def wake(self) -> None:
         """Make waiting threads check their condition again. May be called from any thread or signal handler."""
         self._mail.wake()

@@ -114,6 +114,16 @@ class Exchange(Protocol):
     def arrive(self, departure: Any, settle: Settle) -> Arrival:
         """Finish the round that `depart` began. Raises `LinkError`, `PacketError`."""
 
+    def largest(self, departure: Any) -> dict[int, float]:
+        """The largest absolute value in the packets of each replica after `arrive`, by rank; infinity for one that is not finite. Empty if
+        this exchange has not all packets.
+        """
+        return {}
+
+    def checksums(self, departure: Any) -> dict[int, str]:
+        """A checksum of the packets of each replica after `arrive`, by rank. Empty if replicas do not get the same packets."""
+        return {}
+
     @abstractmethod
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         """Bytes that replica `rank` of `size` (None: the one that sends most) sends in a round, headers included."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import zlib
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -93,6 +95,27 @@ class Direct(Exchange):
         for coded in departure.messages[index].ranges:
             for begin, mean, own in room.pieces(coded, packets, key, departure.own[index], flags):
                 settle(begin, mean, own)
+
+    def largest(self, departure: _Departure) -> dict[int, float]:
+        """See `Exchange.largest`."""
+        round_ = departure.round
+        room = Decoder(round_, round_.codec)
+        found = dict.fromkeys(range(round_.size), 0.0)
+        for index, message in enumerate(departure.messages):
+            for rank, packet in self._packets(departure, index).items():
+                for coded in message.ranges:
+                    values = room.sent(coded, packet, replace(round_.key, sender=rank))
+                    most = float(values.abs().max()) if values.numel() else 0.0
+                    found[rank] = max(found[rank], most if math.isfinite(most) else math.inf)
+        return found
+
+    def checksums(self, departure: _Departure) -> dict[int, str]:
+        """See `Exchange.checksums`."""
+        sums: dict[int, int] = {}
+        for index in range(len(departure.messages)):
+            for rank, packet in self._packets(departure, index).items():
+                sums[rank] = zlib.crc32(packet.numpy().data, sums.get(rank, 0))
+        return {rank: f"{value:08x}" for rank, value in sums.items()}
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return (size - 1) * packets_nbytes(cut(codec, 0, numel))

@@ -85,7 +85,11 @@ class Stage:
         flags = {}
         for peer, sender in senders.items():
             if peer in packets:
-                flags[peer], packet = self._opened(sender, index, messages[peer], packets[peer])
+                try:
+                    flags[peer], packet = self._opened(sender, index, messages[peer], packets[peer])
+                except PacketError as error:
+                    error.peer = peer
+                    raise
                 self.round.trace.shorter(self.number, peer, packets[peer].numel() - packet.numel())
                 packets[peer] = packet
         return flags

@@ -57,7 +57,7 @@ TAKEN, OTHER_SECRET, OTHER_VERSION, FULL = range(4)
 _VERDICTS = {
     OTHER_SECRET: "refuses this replica: one of them has another run secret, or none. Give every machine the same file with --secret",
     OTHER_VERSION: "speaks no version of messages that this replica speaks; install one release on both",
-    FULL: f"is full: {MOST_MEMBERS} replicas are there already",
+    FULL: f"is full: {MOST_MEMBERS} replicas are there already, or several processes of this name",
 }
 
 

@@ -4,12 +4,13 @@ A vote store keeps what members write; if two values are proposed for one key, i
 rank r of M:
 
 * A member that is against proposes no. It knows the outcome at once, because yes needs its ballot, which was never cast.
-* A member that is for casts its ballot. If it then sees all M ballots it proposes yes; otherwise it waits for the outcome.
+* A member that is for casts its ballot, with a digest of what it votes for. If it then sees all M ballots with one digest it proposes
+  yes; otherwise it waits for the outcome.
 * The wait ends with the last ballot, whether or not its member lives on: the store then settles yes for the one that waits.
 * At its deadline, or as soon as a member without a ballot has gone or calls for another view, it looks once more, and proposes yes
   if all ballots are there, otherwise no.
 
-With any deaths, delays and order there is one outcome, and it is yes only if all M members were for. A member that cannot reach the
+With any deaths, delays and order there is one outcome, and it is yes only if all M members were for the same. A member that cannot reach the
 vote store after casting its ballot does not know the outcome: `UndecidedError`. No member waits beyond its deadline.
 
 `ballot` is the protocol without I/O: a generator that yields operations on the vote store and is sent their results.
@@ -41,11 +42,14 @@ class VoteStore(Protocol):
     def of(self, members: Electorate) -> VoteStore:
         """This store for votes of the view of these members. A replica that is not a member, or votes for another, is refused."""
 
-    def put(self, key: str) -> None:
+    def put(self, key: str, value: str = "1") -> None:
         """Write `key`; idempotent."""
 
     def all(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` are written."""
+        """Whether all `keys` are written, with one value."""
+
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        """The values of `keys`; None for one that is not written."""
 
     def settle(self, key: str, value: bytes) -> bytes:
         """Propose `value` for `key`. Returns the value of `key`, which is the first proposal and never changes."""
@@ -55,6 +59,9 @@ class VoteStore(Protocol):
         will not vote, because it has gone or calls for another view.
         """
 
+    def report(self, text: str) -> None:
+        """Write a line to the log of the server, which bounds them."""
+
     def forget(self, keys: Sequence[str]) -> None:
         """Delete these ballots of this member, because it will not ask about their questions again. Does not wait, and never raises."""
 
@@ -62,6 +69,7 @@ class VoteStore(Protocol):
 @dataclass(frozen=True)
 class Put:
     key: str
+    value: str = "1"
 
 
 @dataclass(frozen=True)
@@ -107,19 +115,19 @@ def ballot_of(key: str) -> Ballot | None:
     return Ballot(question, int(rank)) if slash and _RANK.fullmatch(rank) else None
 
 
-def ballot(question: str, rank: int, size: int, yes: bool) -> Generator[Step, Any, bool]:
-    """One member's part in the vote on `question`; returns the outcome.
+def ballot(question: str, rank: int, size: int, yes: bool, what: str = "1") -> Generator[Step, Any, bool]:
+    """One member's part in the vote on `question`; returns the outcome. `what` is a digest of what it votes for.
 
     >>> steps = ballot("land", rank=0, size=2, yes=True)
     >>> next(steps)
-    Put(key='land/0')
+    Put(key='land/0', value='1')
     >>> steps.send(None)
     All(keys=('land/0', 'land/1'))
     """
     outcome, ballots = keys_of(question, size)
     if not yes:
         return bool((yield Settle(outcome, NO)) == YES)
-    yield Put(ballots[rank])
+    yield Put(ballots[rank], what)
     if not (yield All(ballots)):
         heard = yield Wait(outcome)
         if heard is not None:
@@ -138,8 +146,8 @@ def carry_out(steps: Generator[Step, Any, bool], vote_store: VoteStore, seconds:
         except StopIteration as end:
             return bool(end.value)
         match step:
-            case Put(key):
-                came = vote_store.put(key)  # type: ignore[func-returns-value]
+            case Put(key, value):
+                came = vote_store.put(key, value)  # type: ignore[func-returns-value]
             case All(keys):
                 came = vote_store.all(keys)
             case Settle(key, value):

@@ -22,17 +22,21 @@ from thinwire.membership.shared_keys import GROUP, NOTE, SharedKeys, TooMuchErro
 JOIN_SECONDS = 0.5  # from the first call, after which more than half are enough; memberships add their own grace
 HEARTBEAT_TIMEOUT = 5.0
 TICK_SECONDS = 0.05  # seconds between two calls of `tick`
+MOST_REPORTS = 4  # lines of one member in a minute
+MOST_OF_NAME = 4  # processes of one name: one that runs, and those that died and may still be heard
 _DAY = 86_400.0
 
 
-def quorum(calling: Mapping[str, float], heard: Iterable[str], previous: set[str], now: float, join: float) -> set[str]:
-    """The incarnations of the next view, from those that are `calling` (by the time since when) and those that were `heard`; empty: not yet.
-    The rule of torchft 0.2.0.
+def quorum(
+    calling: Mapping[str, float], heard: Mapping[str, str], previous: set[str], now: float, join: float
+) -> set[str]:
+    """The incarnations of the next view, from those that are `calling` (by the time since when) and those that were `heard` (with their
+    names); empty: not yet. The rule of torchft 0.2.0, but it counts names: a name has one vote, however many processes it has.
 
-    If all of the previous view call, the view is everyone who calls. If not, more than half of those heard must call, and either all of
-    them call, or the first has waited for `join` seconds.
+    If all of the previous view call, the view is everyone who calls. If not, more than half of the names heard must call, and either all
+    processes call, or the first has waited for `join` seconds.
 
-    >>> heard, previous = {"a", "b", "c"}, {"a", "b", "c"}
+    >>> heard, previous = {"a": "oslo", "b": "lima", "c": "rome", "d": "rome"}, {"a", "b", "c"}
     >>> sorted(quorum({"a": 0.0, "b": 9.0, "c": 9.0}, heard, previous, now=9.0, join=10.0))
     ['a', 'b', 'c']
     >>> sorted(quorum({"a": 0.0, "b": 9.0}, heard, previous, now=9.0, join=10.0))
@@ -40,14 +44,14 @@ def quorum(calling: Mapping[str, float], heard: Iterable[str], previous: set[str
     >>> sorted(quorum({"a": 0.0, "b": 9.0}, heard, previous, now=10.0, join=10.0))
     ['a', 'b']
     """
-    heard = set(heard)
-    here = calling.keys() & heard
+    here = calling.keys() & heard.keys()
     if previous and previous <= here:
         return here
-    if 2 * len(here) <= len(heard):
+    names, all_names = {heard[incarnation] for incarnation in here}, set(heard.values())
+    if 2 * len(names) <= len(all_names):
         return set()
     waited = now - min(calling[incarnation] for incarnation in here) >= join
-    return here if here == heard or waited else set()
+    return here if here == heard.keys() or waited else set()
 
 
 def nobody_comes(waiting: Collection[str], heard: Iterable[str], calling: Collection[str]) -> bool:
@@ -122,6 +126,8 @@ class MemberRegistry:
     ) -> None:
         self.heartbeat_timeout, self.say = heartbeat_timeout, say
         self.lost: Callable[[str, str], object] = lambda name, incarnation: None
+        self.reported: Callable[[str, str], object] = lambda name, text: self.say(f"{name} reports: {text!a}")
+        self._reports: dict[str, list[float]] = {}  # by name: when it reported in the last minute
         self._replicas: dict[str, _Replica] = {}  # by incarnation
         self._previous: set[str] = set()
         self._keys = SharedKeys()
@@ -152,9 +158,11 @@ class MemberRegistry:
         self._keys.revoked = names
 
     def hear(self, requester: Requester) -> _Replica:
-        """Record that `requester` is alive. Raises `PacketError` if its incarnation belongs to another name, or there are too many replicas."""
-        if requester.incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS:
-            raise PacketError(f"{MOST_MEMBERS} replicas are there already")
+        """Record that `requester` is alive. Raises `PacketError` if its incarnation belongs to another name, or there are too many replicas, or
+        too many processes of its name.
+        """
+        if full := self.full(requester.incarnation, requester.name):
+            raise PacketError(full)
         if requester.incarnation not in self._replicas:
             for other, replica in list(self._replicas.items()):
                 if replica.kept and replica.name == requester.name:
@@ -179,9 +187,14 @@ class MemberRegistry:
         """Whether no replica is here, and none is waited for."""
         return not self._replicas
 
-    def full(self, incarnation: str) -> bool:
-        """Whether there is no room for this incarnation."""
-        return incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS
+    def full(self, incarnation: str, name: str) -> str:
+        """Why there is no room for this incarnation of `name`; "" if there is."""
+        if incarnation in self._replicas:
+            return ""
+        names = [replica.name for replica in self._replicas.values() if not replica.kept]
+        if names.count(name) >= MOST_OF_NAME:
+            return f"{names.count(name)} processes of {name} are there already; every replica needs its own name"
+        return f"{MOST_MEMBERS} replicas are there already" if len({*names, name}) > MOST_MEMBERS else ""
 
     def gone(self, name: str, incarnation: str, why: str) -> None:
         """Remove an incarnation of `name` whose connection has ended; it may connect again."""
@@ -251,7 +264,7 @@ class MemberRegistry:
         return {incarnation for key, incarnation in ballots.items() if self._keys.read([key]) is None}
 
     def _call_together(self, now: float) -> None:
-        heard = {incarnation for incarnation, replica in self._replicas.items() if not replica.silent}
+        heard = {incarnation: replica.name for incarnation, replica in self._replicas.items() if not replica.silent}
         calling = {incarnation: replica.calls[0] for incarnation, replica in self._replicas.items() if replica.calls}
         # Whoever was alive when the process before this one ended may be on its way back.
         join = math.inf if any(replica.kept for replica in self._replicas.values()) else JOIN_SECONDS
@@ -270,6 +283,7 @@ class MemberRegistry:
                 replica.answer.set_result(present)
             replica.calls = replica.answer = None
         self._previous = chosen
+        self._keys.witnesses = 2 if len({heard[incarnation] for incarnation in chosen}) > 2 else 1
 
     async def answer(self, requester: Requester, said: dict[str, Any]) -> dict[str, Any]:
         """Answer one request."""
@@ -295,6 +309,10 @@ class MemberRegistry:
                 type(k) is str for k in keys
             ):
                 return await self._look_up(requester, keys, seconds)
+            case {"do": "values", "keys": [*keys]} if all(type(k) is str for k in keys):
+                return {"values": self._keys.values(keys)}
+            case {"do": "report", "text": str(text)}:
+                self._report(requester.name, text)
             case {"do": "forget", "keys": [*keys]}:
                 for key in keys:
                     if type(key) is str:
@@ -302,6 +320,16 @@ class MemberRegistry:
             case _:
                 return {"error": "this request is not known; run the same version of Thinwire everywhere"}
         return {}
+
+    def _report(self, name: str, text: str) -> None:
+        """Pass on what a member says of the others, a few lines a minute from each."""
+        now = time.monotonic()
+        recent = self._reports[name] = [at for at in self._reports.pop(name, []) if now - at < 60.0]
+        if len(self._reports) > MOST_MEMBERS:
+            del self._reports[next(iter(self._reports))]
+        if len(recent) < MOST_REPORTS:
+            recent.append(now)
+            self.reported(name, text[:300])
 
     def _left(self, incarnation: str, why: str) -> None:
         replica = self._replicas[incarnation]
@@ -340,7 +368,7 @@ class MemberRegistry:
             else:
                 told = {}
                 self._keys.put(requester, key, value, members)
-                if self._kept and key.startswith(NOTE):
+                if self._kept and key.startswith(NOTE) and self._keys.read([key]):
                     self._kept.note(key)
         except TooMuchError as error:
             return {"error": str(error)}

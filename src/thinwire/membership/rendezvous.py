@@ -21,6 +21,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +31,7 @@ from thinwire.diagnosis import Rules
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError, PacketError, PeerError
 from thinwire.membership.channel import mac
 from thinwire.membership.commit import VoteStore
-from thinwire.membership.shared_keys import NOTE, REVOKED
+from thinwire.membership.shared_keys import LAST, NOTE, REVOKED
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import (
     SPEAKS,
@@ -159,12 +160,23 @@ class Membership:
         self._past: list[_Past] = []
         self._refused: set[str] = set()  # names whose statuses could not be read
         self._vote_store: VoteStore | None = None  # of the last call
+        self._excluded: Callable[[], Mapping[str, str]] = dict
         Presence(name, self._incarnation, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
         rendezvous.arrive(name, self._incarnation, secret, self.timeouts, observe)
 
     def require(self, facts: Mapping[str, str]) -> None:
         """Add facts that must be equal on all members. Call it before the first view."""
         self.facts = {**self.facts, **facts}
+
+    def leave_out(self, excluded: Callable[[], Mapping[str, str]]) -> None:
+        """Tell the others at each call whom this replica wants left out, with the reasons. Those that most want left out are no members."""
+        self._excluded = excluded
+
+    def report(self, text: str) -> None:
+        """Write a line to the log of the lighthouse or hub, if that is there."""
+        if self._vote_store is not None:
+            with suppress(LinkError):
+                self._vote_store.report(text)
 
     def use_timeouts(self, timeouts: Timeouts) -> None:
         """Use these timeouts from the next view and vote on. May be called from any thread."""
@@ -235,7 +247,8 @@ class Membership:
     def note_end(self, *what: str) -> None:
         """Write a note at the rendezvous that a run with these facts has ended. `what` is the run's id, and further details of its end.
 
-        From then on `next_view` raises `EndedError` in a replica of this run, unless a member that keeps the final state is there.
+        From then on `next_view` raises `EndedError` in a replica of this run, unless a member that keeps the final state is there. In a run
+        of three members or more the note counts once two of them have written it.
         Raises `LinkError`.
         """
         if self._vote_store is not None:
@@ -251,7 +264,7 @@ class Membership:
 
     def _end_of(self, *what: str) -> str:
         said = json.dumps([sorted(settings(self.facts).items()), what]).encode()
-        return f"{NOTE}{hashlib.blake2b(said, digest_size=16).hexdigest()}"
+        return f"{NOTE}{LAST if CLOSED in what else ''}{hashlib.blake2b(said, digest_size=16).hexdigest()}"
 
     def _past_the_end(self, verdict: Verdict, reason: str) -> str:
         """`reason`, or the end of the run as the reason why this is no view. Raises `EndedError` if no member keeps the final state."""
@@ -287,6 +300,7 @@ class Membership:
         return Presence(
             self.name, self._incarnation, self._calls, self._views, self._holds, self.facts, status,
             [p.incarnation for p in self._suspects],
+            self._excluded(),
             [p.incarnation for p in expected if p.incarnation != self._incarnation],
             self._rendezvous.address,
         )  # fmt: skip

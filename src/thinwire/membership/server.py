@@ -29,7 +29,6 @@ from thinwire.membership.channel import (
     LIGHTHOUSE_PORT,
     MAGIC,
     MOST_ASKED,
-    MOST_MEMBERS,
     NAME,
     OTHER_SECRET,
     OTHER_VERSION,
@@ -222,9 +221,9 @@ class Lighthouse:
         if not NAME.fullmatch(called) or not INCARNATION.fullmatch(born):
             raise _Refused("its name is not allowed")
         line.name, line.incarnation = called, born
-        if self._registry.full(born):
+        if full := self._registry.full(born, called):
             await line.send(WELCOME.pack(FULL, 0.0, bytes(PROOF)))
-            raise _Refused(f"{MOST_MEMBERS} replicas are there already")
+            raise _Refused(full)
         talk = hello + said[:-PROOF]
         line.says, line.hears = Seal(self._secret, "lighthouse", talk), Seal(self._secret, "replica", talk)
         self._registry.hear(line)

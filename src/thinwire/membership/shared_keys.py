@@ -18,7 +18,9 @@ from thinwire.membership.commit import NO, YES, ballot_of, keys_of, view_id
 
 REVOKED = "revoked/"  # prefix of a key that nobody writes: it is there if the member with the name behind it is revoked
 NOTE, GROUP = "end/", "group/"  # prefixes of keys that are not votes: notes on ends of runs, and addresses of a group
-_NOTED = re.compile(f"{NOTE}[0-9a-f]{{32}}")
+LAST = "-"  # begins the rest of a note that says something about an end that is noted already
+_NOTED = re.compile(f"{NOTE}{LAST}?[0-9a-f]{{32}}")
+_MOST_PENDING = 64  # notes of one name that wait for another word
 _MOST_KEY, _MOST_VALUE = 256, 1 << 16  # bytes
 _MOST_WRITTEN, _MOST_OF_ONE = 1 << 26, 1 << 19  # bytes by all members, and by one of them
 _MOST_WRITERS = 8 * MOST_MEMBERS  # names whose ballots and addresses are kept
@@ -46,6 +48,8 @@ class SharedKeys:
         self._addresses: defaultdict[str, set[str]] = defaultdict(set)  # by name: keys of its groups
         self._writers: dict[str, None] = {}  # names that wrote ballots or addresses; the last one wrote last
         self.revoked: Collection[str] = ()  # the names of revoked members
+        self.witnesses = 1  # names that must write the note of an end before it counts; the registry sets it
+        self._pending: dict[str, set[str]] = {}  # by note: the names that wrote it, while they are too few
 
     def note(self, key: str) -> None:
         """Add the note of an ended run, which was written before a restart."""
@@ -55,6 +59,10 @@ class SharedKeys:
         """The values of `keys`; None if not all are written."""
         found = [value for key in keys if (value := self._value(key)) is not None]
         return found if len(found) == len(keys) else None
+
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        """The value of each of `keys`; None for one that is not written."""
+        return [self._value(key) for key in keys]
 
     def _value(self, key: str) -> str | None:
         if key.startswith(REVOKED):
@@ -68,14 +76,17 @@ class SharedKeys:
         """
         if key.startswith(NOTE) and not _NOTED.fullmatch(key):
             raise PacketError("the key of a note cannot be read; run the same release of Thinwire everywhere")
-        if key.startswith((NOTE, GROUP)):
+        if key.startswith(NOTE):
+            if key not in self._values and self._witnessed(writer.name, key):
+                self._write(writer.name, key, value)
+            return
+        if key.startswith(GROUP):
             owner = self._values[key][1] if key in self._values else writer.name
-            if owner != writer.name and not key.startswith(NOTE):
+            if owner != writer.name:
                 raise PacketError(f"this key was written by {owner}")
-            if key.startswith(GROUP):
-                for old in [old for old in self._addresses[owner] if _epoch(old) != _epoch(key)]:
-                    self._delete(old)
-                self._writes(owner)
+            for old in [old for old in self._addresses[owner] if _epoch(old) != _epoch(key)]:
+                self._delete(old)
+            self._writes(owner)
             self._write(owner, key, value)
             return
         voted = ballot_of(key)
@@ -96,6 +107,19 @@ class SharedKeys:
                 ballots = set()
             self._voters[writer.name] = writer.incarnation, ballots | {key}
 
+    def _witnessed(self, name: str, key: str) -> bool:
+        """Whether enough names have written this note, `name` among them: one member's word ends no run of three or more."""
+        if key.startswith(NOTE + LAST):
+            return True
+        names = self._pending.setdefault(key, set()) | {name}
+        if sum(name in others for others in self._pending.values()) >= _MOST_PENDING and name not in self._pending[key]:
+            raise TooMuchError(f"{name} has noted too many ends that no other member notes")
+        self._pending[key] = names
+        if len(names) < self.witnesses:
+            return False
+        del self._pending[key]
+        return True
+
     def settle(self, writer: Writer, key: str, value: str, members: object) -> str:
         """The outcome, which is the first proposal. Raises `PacketError` if the writer must not propose it; `TooMuchError`."""
         view = _electorate(key, members)
@@ -109,7 +133,8 @@ class SharedKeys:
         if key not in self._values:
             if self._voters.get(writer.name, (writer.incarnation,))[0] != writer.incarnation:
                 raise PacketError(f"another process of {writer.name} has voted since, and this outcome may be deleted")
-            voted = self.read(ballots) is not None  # if a ballot was withdrawn, the outcome is no
+            # if a ballot was withdrawn, or two members vote for different things, the outcome is no
+            voted = len(set(self.read(ballots) or ())) == 1
             self._write(writer.name, key, value if voted else NO.decode())
         return self._values[key][0]
 

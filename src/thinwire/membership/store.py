@@ -41,11 +41,15 @@ class ChannelVoteStore:
     def of(self, members: Electorate) -> ChannelVoteStore:
         return ChannelVoteStore(self.channel, self._unused_keys, members)
 
-    def put(self, key: str) -> None:
-        self.channel.ask("put", key=key, value="1", members=self._members)
+    def put(self, key: str, value: str = "1") -> None:
+        self.channel.ask("put", key=key, value=value, members=self._members)
 
     def all(self, keys: Sequence[str]) -> bool:
-        return self.channel.ask("look", keys=list(keys))["values"] is not None
+        values = self.channel.ask("look", keys=list(keys))["values"]
+        return values is not None and len(set(values)) == 1
+
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        return list(self.channel.ask("values", keys=list(keys))["values"])
 
     def settle(self, key: str, value: bytes) -> bytes:
         return str(self.channel.ask("settle", key=key, value=value.decode(), members=self._members)["value"]).encode()
@@ -54,6 +58,9 @@ class ChannelVoteStore:
         # An older server ignores the members, and waits for the outcome alone.
         values = self.channel.ask("look", max(seconds, 0.001), keys=[key], members=self._members)["values"]
         return None if values is None else str(values[0]).encode()
+
+    def report(self, text: str) -> None:
+        self.channel.ask("report", text=text)
 
     def forget(self, keys: Sequence[str]) -> None:
         self._unused_keys.extend(keys)

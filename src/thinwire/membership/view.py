@@ -24,6 +24,7 @@ from thinwire.version import Protocols, common, unlike_releases
 
 Observe = Callable[[str, Mapping[str, Any]], None]
 SPEAKS = "protocols"  # the fact that need not be equal: that ranges overlap is enough
+UNLIKE = "has another result"
 _MOST = 1 << 53  # most calls and views
 
 
@@ -34,7 +35,7 @@ class Presence:
     `incarnation` is random and new at every start, so that a restarted replica differs from the one that died. `calls` counts its
     calls in this incarnation, and `views` the views of which it was a member. `holds` names its present group; "" is none. `facts` must
     be equal on all members, but protocols need only overlap; the caller sets `status`. `unreachable` are the incarnations that it
-    cannot reach, and `expects` those that it waits for; `address` is its address.
+    cannot reach, and `expects` those that it waits for; `excludes` are names that it wants left out, with the reasons; `address` is its address.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Presence:
     facts: Mapping[str, str] = field(default_factory=dict)
     status: Mapping[str, Any] = field(default_factory=dict)
     unreachable: Sequence[str] = ()
+    excludes: Mapping[str, str] = field(default_factory=dict)
     expects: Sequence[str] = ()
     address: str = ""
 
@@ -79,7 +81,7 @@ class Presence:
             presence = cls(**said)
             kinds: dict[str, Any] = {
                 "incarnation": str, "calls": int, "views": int, "holds": str, "facts": dict, "status": dict,
-                "unreachable": list, "expects": list, "address": str,
+                "unreachable": list, "excludes": dict, "expects": list, "address": str,
             }  # fmt: skip
             for name, kind in kinds.items():
                 if type(getattr(presence, name)) is not kind:
@@ -87,7 +89,13 @@ class Presence:
             if not (0 <= presence.calls < _MOST and 0 <= presence.views < _MOST):
                 raise ValueError("calls or views are not counts")
             if not all(
-                isinstance(value, str) for value in (*presence.facts.values(), *presence.unreachable, *presence.expects)
+                isinstance(value, str)
+                for value in (
+                    *presence.facts.values(),
+                    *presence.excludes.values(),
+                    *presence.unreachable,
+                    *presence.expects,
+                )
             ):
                 raise ValueError("facts, unreachable or expects hold values that are not texts")
         except (ValueError, TypeError, RecursionError) as error:  # a ConfigurationError is a ValueError
@@ -144,7 +152,8 @@ def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
     """Select the members from the presences, as a replica with these `facts` does. The verdict is the same on all replicas with the same
     facts, in any order of `present`.
 
-    Members must have the same facts, and speak one protocol: of those in the range of `facts`, the one that most replicas of one group
+    A replica that more than half of the others want left out is left out, if three names or more are there: of two neither can outvote the
+    other. Members must have the same facts, and speak one protocol: of those in the range of `facts`, the one that most replicas of one group
     speak, then most of all, then the oldest. If two replicas have one name, the elder stays: the one that reports more views in
     this incarnation. If two cannot reach each other, the one with fewer broken links stays, then the elder.
     """
@@ -152,10 +161,15 @@ def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
     spoken = _spoken([p for p in eldest_first if fits(p.facts, facts)], facts)
     left_out: list[LeftOut] = []
     members: list[Presence] = []
+    refused = _refused([p for p in eldest_first if fits(p.facts, facts)])
     for presence in eldest_first:
         same = next((other for other in members if other.name == presence.name), None)
         if not fits(presence.facts, facts) or not _speaks(presence, spoken):
             left_out.append(LeftOut(presence, difference(presence.facts, facts), foreign=True))
+        elif presence.name in refused:
+            left_out.append(
+                LeftOut(presence, f"most others leave it out for a while, because {refused[presence.name]}")
+            )
         elif same is not None:
             left_out.append(LeftOut(presence, f"{_the_other(same)} has the name {same.name!r}"))
         else:
@@ -168,6 +182,22 @@ def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
         left_out.append(LeftOut(worst, f"no link between it and {', '.join(others)}"))
     members.sort(key=lambda p: p.name)
     return Verdict(tuple(members), tuple(left_out))
+
+
+def _refused(alike: Sequence[Presence]) -> dict[str, str]:
+    """The names that more than half of the other names want left out, with the most frequent reason."""
+    names = {p.name: p for p in reversed(alike)}  # the eldest of each name
+    if len(names) < 3:
+        return {}
+    reasons: dict[str, list[str]] = {}
+    for name, presence in names.items():
+        for other in presence.excludes.keys() & names.keys() - {name}:
+            reasons.setdefault(other, []).append(presence.excludes[other])
+    return {
+        name: max(sorted(set(said)), key=said.count)[:200]
+        for name, said in reasons.items()
+        if 2 * len(said) > len(names) - 1
+    }
 
 
 def _broken_links(members: Sequence[Presence]) -> set[frozenset[str]]:
@@ -278,8 +308,9 @@ class View:
     _end: Callable[[], None] = field(repr=False)
     _cast: dict[str, bool] = field(repr=False, default_factory=dict)
 
-    def decide(self, question: str, yes: bool, seconds: float) -> bool:
-        """Whether all members voted yes on `question` within `seconds` of this call. The result is the same on all, and never changes.
+    def decide(self, question: str, yes: bool, seconds: float, what: str = "1") -> bool:
+        """Whether all members voted yes on `question` within `seconds` of this call, and for the same `what`, a digest. The result is the same
+        on all, and never changes.
 
         Takes at most two round trips to the lighthouse beyond the wait for the others, and none for a single member. A second call with
         the same question keeps the first ballot. Raises `UndecidedError` if this member cannot learn the result: it may be yes or no, and
@@ -289,7 +320,7 @@ class View:
         if len(self.members) == 1:
             return first
         self._observe("ballot", {"question": question, "yes": first})
-        steps = ballot(f"{self.id}/{question}", self.group.rank, len(self.members), first)
+        steps = ballot(f"{self.id}/{question}", self.group.rank, len(self.members), first, what)
         try:
             answer = carry_out(steps, self.vote_store.of(self.electorate), seconds)
         except LinkError as error:
@@ -301,6 +332,12 @@ class View:
             ) from error
         self._observe("decided", {"question": question, "yes": answer})
         return answer
+
+    def dissenters(self, question: str, what: str = "1") -> dict[str, str]:
+        """The members that cast no ballot for `what`, by name, with what they did instead; of a vote whose outcome was no. Raises `LinkError`."""
+        _, ballots = keys_of(f"{self.id}/{question}", len(self.members))
+        cast = zip(self.members, self.vote_store.of(self.electorate).values(ballots))
+        return {member.name: UNLIKE if value else "voted no, or not in time" for member, value in cast if value != what}
 
     def close(self) -> None:
         """End the group after a failure, so that the next view connects again. Idempotent."""

@@ -98,6 +98,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "retry": ("reason",),
     "back": ("round", "path", "skipped"),
     "evicted": ("name", "by", "reason"),
+    "left_out": ("name", "seconds", "reason"),
+    "dropped": ("trained", "samples", "reason"),
     "read": ("ranges",),
     "data": ("round", "trained", "lost", "returned"),
     "eval": ("loss", "tokens", "seconds_spent", "of", "progress", "sent"),

@@ -123,7 +123,7 @@ def _digest_beside_training(fragment: FragmentState, queued: torch.cuda.Event | 
     """The digest of the anchor. On a GPU the copy to the host follows `queued`, and runs beside later work of training."""
     if queued is None:
         return digest(_anchors([fragment]))
-    anchor, stream = fragment.anchor, torch.cuda.Stream(fragment.anchor.device)
+    anchor, stream = fragment.anchor, torch.cuda.Stream(fragment.anchor.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         queued.wait()
         anchor.record_stream(stream)

@@ -41,6 +41,7 @@ class HubRequester:
 class RequestHandler(Protocol):
     """Answers the requests."""
 
+    reported: Any  # called with a name, and what this member says of others
     lost: Any  # called with name and incarnation of a member whose heartbeats have stopped
 
     @property

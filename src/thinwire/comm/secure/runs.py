@@ -77,6 +77,7 @@ class HubRuns:
         self._registries[run] = registry = self._make()
         self._streams[run] = 0
         registry.lost = self._lost
+        registry.reported = lambda name, text: self._audit("reports", name, text)
         registry.revoke(self._revoked)
         registry.remember(self._state.kept_run(run))
 

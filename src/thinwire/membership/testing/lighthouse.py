@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from thinwire.errors import LinkError
-from thinwire.membership.commit import YES, Electorate, ballot_of, keys_of
+from thinwire.membership.commit import NO, YES, Electorate, ballot_of, keys_of
 from thinwire.membership.registry import JOIN_SECONDS, nobody_comes, quorum, will_not_vote
 from thinwire.membership.testing.clock import VirtualTime
 from thinwire.membership.view import Presence
@@ -34,6 +34,7 @@ class SimulatedLighthouse:
         self.epoch = 0
         self.written: dict[str, bytes] = {}
         self._names: dict[str, str] = {}  # by name: its live incarnation
+        self._spoken: dict[str, str] = {}  # by incarnation: its name
         self._silent: dict[str, float] = {}  # by incarnation: since when it is silent
         self._calls: dict[str, tuple[float, Presence | None]] = {}  # by incarnation: the time of its call
         self._previous: set[str] = set()
@@ -57,6 +58,7 @@ class SimulatedLighthouse:
     def hear(self, name: str, incarnation: str) -> None:
         """Receive heartbeats of `incarnation` from now on."""
         self._names[name] = incarnation
+        self._spoken[incarnation] = name
         self._silent.pop(incarnation, None)
 
     def incarnation_of(self, name: str) -> str:
@@ -118,7 +120,10 @@ class SimulatedLighthouse:
         }
 
     def _look(self) -> None:
-        now, heard = self.cluster.time.now, self._heard()
+        now, heard = (
+            self.cluster.time.now,
+            {incarnation: self._spoken.get(incarnation, incarnation) for incarnation in self._heard()},
+        )
         calling = {incarnation: since for incarnation, (since, _) in self._calls.items()}
         chosen = quorum(calling, heard, self._previous, now, JOIN_SECONDS)
         if chosen:
@@ -146,17 +151,23 @@ class SimulatedVoteStore:
     def of(self, members: Electorate) -> SimulatedVoteStore:
         return SimulatedVoteStore(self._lighthouse, self._cluster, self._name, members, self._epoch)
 
-    def put(self, key: str) -> None:
+    def put(self, key: str, value: str = "1") -> None:
         self._cluster.passing(self._name, "put")
         with self._cluster.time:
-            self._written()[key] = b""
+            self._written()[key] = value.encode()
             self._cluster.time.notify_all()  # it may be the last ballot that others wait for
 
     def all(self, keys: Sequence[str]) -> bool:
         self._cluster.passing(self._name, "all")
         with self._cluster.time:
             written = self._written()
-            return all(key in written for key in keys)
+            values = {written.get(key) for key in keys}
+            return None not in values and len(values) == 1
+
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        with self._cluster.time:
+            written = self._written()
+            return [written[key].decode() if key in written else None for key in keys]
 
     def settle(self, key: str, value: bytes) -> bytes:
         self._cluster.passing(self._name, "settle")
@@ -180,7 +191,11 @@ class SimulatedVoteStore:
 
             self._cluster.wait(self._name, over, seconds)
             voted = self._members and not self._gone() and key not in self._lighthouse.written and not missing()
-            return self.settle(key, YES) if voted else self._written().get(key)
+            alike = len({self._lighthouse.written.get(ballot) for ballot in ballots}) == 1
+            return self.settle(key, YES if alike else NO) if voted else self._written().get(key)
+
+    def report(self, text: str) -> None:
+        """See `VoteStore`."""
 
     def forget(self, keys: Sequence[str]) -> None:
         with self._cluster.time, suppress(LinkError):
