@@ -107,8 +107,7 @@ def test_a_job_gets_no_loss_of_a_language_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.py").write_text(JOB)
-    machine = 'name = "m"\nflops_per_second = 1e11\nmemory_nbytes = 8e9\n'
-    Path("m.toml").write_text(machine)
+    Path("m.toml").write_text('memory = "8GB"\nflops_per_second = 1e11\n')
     command = ["plan", "1mbit,300ms", "m.toml", "--job", "job.py", "--json"]
     assert main(command) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
