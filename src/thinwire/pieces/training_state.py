@@ -139,7 +139,7 @@ def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
             _keep_values(part, own)
         return
     entries, groups = saved.get("state"), saved.get("param_groups")
-    pairs = (
+    pairs: list[tuple[Any, Any]] = (
         [(optimizer.state.get(p), entries.get(n)) for n, p in enumerate(parameters_of(optimizer))]
         if isinstance(entries, Mapping)
         else []
