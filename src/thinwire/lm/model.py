@@ -126,9 +126,7 @@ def text_of_size(name: str, parameters: int) -> str:
     shape = SIZES.get(name)
     if shape is None or shape.vocabulary != PAPERS_VOCABULARY or parameters > 0.9 * shape.parameters():
         return ""
-    return (
-        f"{name} is the paper's, {shape.parameters() / 1e6:,.1f} M with its vocabulary of {shape.vocabulary:,} tokens"
-    )
+    return f"{name} is the paper's name for these layers: {shape.parameters() / 1e6:,.1f} M with its {shape.vocabulary:,} tokens"
 
 
 SIZES: dict[str, Architecture] = {
