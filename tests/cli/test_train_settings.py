@@ -61,7 +61,7 @@ def test_a_model_brings_its_tokenizer(here: Path, capsys: Capture) -> None:
     shutil.rmtree("first")
     assert train("third", "--model", "moved/model.safetensors", "--tokenizer", "bpe:moved/tokenizer.json") == 0
     Path("moved/tokenizer.json").unlink()
-    assert train("refused", "--model", "moved/model.safetensors") == 1
+    assert train("refused", "--model", "moved/model.safetensors") == 2
     assert "moved/tokenizer.json" in capsys.readouterr().err
     assert not Path("refused").exists()
 

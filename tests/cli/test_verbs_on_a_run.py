@@ -360,7 +360,7 @@ def test_top_shows_the_state_of_each_replica(run: Path, capsys: pytest.CaptureFi
         top = Top(run)
         top.read(time.time())
         assert top.facts(time.time() + 3600)["replicas"][1]["state"].startswith("silent for 1 h") and not top.over
-    assert main(["top", str(run / "checkpoints")]) == 1 and "holds no run" in capsys.readouterr().err
+    assert main(["top", str(run / "checkpoints")]) == 2 and "holds no run" in capsys.readouterr().err
 
 
 def files(folder: Path) -> dict[Path, bytes]:

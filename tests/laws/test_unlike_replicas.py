@@ -12,9 +12,9 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.testing.toy import adamw, batch, inner_step, journey, sgd, toy
-from thinwire.version import PROTOCOLS, Protocols
+from thinwire.version import PROTOCOLS, Protocols, named
 
-OTHER = Protocols(PROTOCOLS.newest + 1, PROTOCOLS.newest + 1, "9.1.0")
+OTHER = Protocols(PROTOCOLS.newest + 1, PROTOCOLS.newest + 1, "9.1.0".ljust(len(named(PROTOCOLS.release)), "1"))
 
 
 class Rewriting:

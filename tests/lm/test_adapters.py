@@ -14,7 +14,7 @@ from run_folders import read_events
 from safetensors.torch import load_file, save_file
 from small_runs import cut_back
 
-from thinwire.errors import ConfigurationError, ModelError
+from thinwire.errors import ConfigurationError, MissingError, ModelError
 from thinwire.lm import launch, run_folder
 from thinwire.lm.adapters import adapters, attach, merge_adapters
 from thinwire.lm.export import stored_model
@@ -128,9 +128,9 @@ def test_files_without_a_model_are_refused(tmp_path: Path) -> None:
         with pytest.raises((ModelError, ConfigurationError), match=says):
             stored_model(tmp_path / f"{name}.safetensors", 256, 32)
     (tmp_path / "text.safetensors").write_text("not one")
-    for path in (tmp_path / "text.safetensors", tmp_path / "absent.safetensors"):
-        with pytest.raises(ModelError, match="cannot be read"):
-            stored_model(path, 256, 32)
+    for name, kind in (("text", ModelError), ("absent", MissingError)):
+        with pytest.raises(kind, match="cannot be read"):
+            stored_model(tmp_path / f"{name}.safetensors", 256, 32)
 
 
 @needs_peft

@@ -145,7 +145,7 @@ def test_a_delta_far_above_the_norms_before_is_clipped(name):
     heard = [one.heard("clipped") for one in spiked]
     assert heard[1] and not heard[0] and not heard[2]
     assert all(event["norm"] > event["limit"] > 0 and event["step"] >= KICKED for event in heard[1])
-    (warning,) = spiked[1].heard("warning")
+    warning = spiked[1].heard("warning")[0]  # another is about frozen parameters, which the kick has changed too
     assert "it is clipped" in warning["message"] and warning["step"] == heard[1][0]["step"]
     bare = journey(replace(strategy, guard=None), 3, steps=20, before_step=kick)
     whole = journey(strategy, 3, steps=20)
