@@ -22,6 +22,7 @@ from rich.text import Text
 
 from thinwire.records.events import Event, Tail
 from thinwire.records.fragments import fragments_of
+from thinwire.records.losses import useless
 from thinwire.records.participation import CARRIER, MembershipLog, Steps, text_of_steps
 from thinwire.records.printable import printable
 from thinwire.records.run_record import RunRecord, best_loss, provenance_of
@@ -303,7 +304,7 @@ def final_table(record: RunRecord) -> Table:
     for what, value in record.summary.figures():
         table.add_row(Text(what), Text(value, style="bold"), Text(record.summary.provenance, style="dim"))
     table.add_row(Text("score"), Text(record.score().text()), Text(record.summary.provenance, style="dim"))
-    table.add_row(Text("status"), Text(record.status), "")
+    table.add_row(Text("status"), Text(record.status, style="bold red" if useless(record.status) else ""), "")
     return table
 
 
