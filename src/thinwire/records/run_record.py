@@ -312,9 +312,18 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         wall_seconds=max(r.wall_seconds for r in replicas),
         stall_seconds=float(np.mean([r.stall_seconds for r in replicas])),
         provenance=provenance_of(start),
+        time=max((r.time for r in replicas), key=lambda parts: parts["elapsed"]),
         **_membership(replicas),
-        **samples_of([replica.end["summary"] for replica in replicas if replica.end]),
+        **samples_of([replica.end["summary"] for replica in replicas if replica.end], _computed_samples(replicas)),
     )
+
+
+def _computed_samples(replicas: Sequence[ReplicaRecord]) -> int | None:
+    """Sequences of text that the replicas of an elastic run have trained, counted or not; None for other runs."""
+    run = replicas[0].start["run"] if isinstance(replicas[0].start["run"], dict) else {}
+    if not _elastic(replicas) or run.get("job") or not whole(run.get("sequence")):
+        return None
+    return sum(int(r.tokens.sum()) for r in replicas) // whole(run.get("sequence"))
 
 
 def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The samples of a run: trained, in flight, or lost, from the summaries of its replicas."""
+"""The samples of a run: trained, in flight, lost, waiting, or dropped, from the summaries of its replicas."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from thinwire.records.sessions import number
 _KINDS = ("trained", "in_flight", "lost")
 
 
-def samples_of(ends: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`samples_trained`, `samples_in_flight` and `samples_lost` of a run whose replicas ended with these summaries, for `Summary`; empty
-    for one that has no ledger. All know what is trained and lost; in flight are each replica's own.
+def samples_of(ends: Sequence[Mapping[str, Any]], computed: int | None = None) -> dict[str, Any]:
+    """`samples_trained`, `samples_in_flight`, `samples_lost` and `samples_waiting` of a run whose replicas ended with these summaries, for `Summary`; empty
+    for one that has no ledger. With `computed`, the samples that all replicas have trained, also `samples_dropped`. All know what is trained and lost; in flight are each replica's own.
     """
     told = [one for one in (end.get("samples") for end in ends) if isinstance(one, dict)]
     known = [one for one in told if all(math.isfinite(number(one.get(kind))) for kind in _KINDS)]
     if not known:
         return {}
     newest = max(known, key=lambda one: number(one["trained"]) + number(one["lost"]))
-    return {
-        "samples_trained": int(number(newest["trained"])),
-        "samples_in_flight": sum(int(number(one["in_flight"])) for one in known),
-        "samples_lost": int(number(newest["lost"])),
-    }
+    trained, lost = int(number(newest["trained"])), int(number(newest["lost"]))
+    in_flight = sum(int(number(one["in_flight"])) for one in known)
+    taken, epoch = trained + lost + in_flight, number(newest.get("in_an_epoch"))
+    told = {"samples_trained": trained, "samples_in_flight": in_flight, "samples_lost": lost}
+    if 1 <= epoch < math.inf:
+        told["samples_waiting"] = -taken % int(epoch)
+    if computed is not None:
+        told["samples_dropped"] = max(0, computed - taken)
+    return told
 
 
 def text_of_samples(ends: Sequence[Mapping[str, Any]]) -> str:
