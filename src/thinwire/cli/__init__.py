@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the verb and its options; None: those of this process.
 
     Returns:
-        The exit code: 0, 1 (it failed), 2 (wrong arguments), 3 (the training has diverged), 128 + the number of the signal that stopped it (130 after Ctrl-C).
+        The exit code: 0, 1 (it failed), 2 (wrong arguments), 3 (the training has diverged), or 128 +
+        the number of the signal that stopped it (130 after Ctrl-C).
 
     >>> import contextlib, io
     >>> with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -180,7 +180,7 @@ class Trainer(ABC):
 
     def _loop(self) -> None:
         run, replica = self.run, self.replica
-        eval_every = run.data.eval_every or max(1, run.optimizer.steps // 10)
+        eval_every = run.data.evaluations(run.optimizer.steps)[0]
         unchecked = bool(run.placement.checkpoint_every)
         while self.progress < run.optimizer.steps and not replica.stopping:
             if self.place.stop.is_set():

@@ -12,8 +12,10 @@ _KINDS = ("trained", "in_flight", "lost")
 
 
 def samples_of(ends: Sequence[Mapping[str, Any]], computed: int | None = None) -> dict[str, Any]:
-    """`samples_trained`, `samples_in_flight`, `samples_lost` and `samples_waiting` of a run whose replicas ended with these summaries, for `Summary`; empty
-    for one that has no ledger. With `computed`, the samples that all replicas have trained, also `samples_dropped`. All know what is trained and lost; in flight are each replica's own.
+    """The `samples_...` of a run whose replicas ended with these summaries, for `Summary`; empty for one that has no ledger.
+
+    All know what is trained and lost; in flight are each replica's own; waiting are those of the present epoch that nobody has
+    trained. With `computed`, the samples that all replicas together have trained, the rest of them was dropped.
     """
     told = [one for one in (end.get("samples") for end in ends) if isinstance(one, dict)]
     known = [one for one in told if all(math.isfinite(number(one.get(kind))) for kind in _KINDS)]
