@@ -25,12 +25,12 @@ def samples_of(ends: Sequence[Mapping[str, Any]], computed: int | None = None) -
     trained, lost = int(number(newest["trained"])), int(number(newest["lost"]))
     in_flight = sum(int(number(one["in_flight"])) for one in known)
     taken, epoch = trained + lost + in_flight, number(newest.get("in_an_epoch"))
-    told = {"samples_trained": trained, "samples_in_flight": in_flight, "samples_lost": lost}
+    counts = {"samples_trained": trained, "samples_in_flight": in_flight, "samples_lost": lost}
     if 1 <= epoch < math.inf:
-        told["samples_waiting"] = -taken % int(epoch)
+        counts["samples_waiting"] = -taken % int(epoch)
     if computed is not None:
-        told["samples_dropped"] = max(0, computed - taken)
-    return told
+        counts["samples_dropped"] = max(0, computed - taken)
+    return counts
 
 
 def text_of_samples(ends: Sequence[Mapping[str, Any]]) -> str:
