@@ -17,7 +17,20 @@ np = pytest.importorskip("numpy")
 def train(folder, *options):
     text = folder.parent / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    size = "--model nano --carrier threads --replicas 2 --batch 2 --sequence 16 --checkpoint-every 5".split()
+    size = [
+        "--model",
+        "nano",
+        "--carrier",
+        "threads",
+        "--replicas",
+        "2",
+        "--batch",
+        "2",
+        "--sequence",
+        "16",
+        "--checkpoint-every",
+        "5",
+    ]
     code = main(["train", "--out", str(folder), "--text", str(text), *size, *options])
     return code, json.loads((folder / "summary.json").read_text())
 

@@ -231,7 +231,9 @@ def test_tables_carry_their_provenance(make_run: Make, tmp_path: Path) -> None:
     records = [RunRecord.load(make_run(tmp_path / name, steps=40)) for name in ("one", "two[bold]")]
     shown, out = console()
     shown.print(final_table(records[1]))
-    assert out.getvalue().count("emulated") == len(records[1].summary.figures()) + 2  # two lines are the time and the score
+    assert (
+        out.getvalue().count("emulated") == len(records[1].summary.figures()) + 2
+    )  # two lines are the time and the score
     assert "two[bold]" in out.getvalue() and "finished" in out.getvalue()
     shown, out = console()
     shown.print(compare_table(records))
