@@ -230,9 +230,8 @@ class DataSpec(CheckedSettings):
         count = max(1, steps // self.eval_every) if self.eval_every else min(10, steps)
         if self.eval_batches is not None:
             return self.eval_every or max(1, steps // 10), self.eval_batches
-        most = max(
-            1, int(0.3 * steps * self.mean_batch * self.accumulate) // 8
-        )  # batches of 8 sequences, all evaluations together
+        # batches of 8 sequences, all evaluations together
+        most = max(1, int(0.3 * steps * self.mean_batch * self.accumulate) // 8)
         batches = min(16, max(LEAST_EVAL_BATCHES, most // count))
         if self.eval_every is None and batches * count > most:
             count = max(1, most // batches)

@@ -314,7 +314,7 @@ class Trainer(ABC):
         loss, of = next(iter(losses.values())), evaluated_weights(self.replica)
         self.losses = dict(losses) if of in ("anchors", "mean", "each") else {}
         spent = time.monotonic() - began
-        told = {"tokens": self._tokens(), "seconds_spent": spent, "of": of}
+        told = {"tokens": self._tokens(), "seconds_spent": spent, "of": of, "samples": self.reader.facts()}
         self.log.emit("eval", self.replica.step, loss=loss, **told, progress=self.progress, sent=self.ledger.sent())
 
     def _find_folder(self) -> None:

@@ -168,7 +168,7 @@ class ReplicaRecord:
         start = sum(
             max(
                 0.0,
-                min((w.begin for w in self.windows if one.begin <= w.begin <= one.end), default=one.begin) - one.begin,
+                min((w.begin for w in self.windows if one.begin <= w.begin <= one.end), default=one.end) - one.begin,
             )
             for one in self.incarnations
         )

@@ -72,7 +72,8 @@ class RunRecord:
         taken = sum(len(record.step) for record in replicas)
         skipped = sum(record.skipped for record in replicas) / taken if taken else 0.0
         loss, known = summary.eval_loss, _evaluations(replicas)
-        status = outcome(_status(replicas), loss, known, _uniform(replicas[0].start), skipped)
+        trained = [(float(record.loss[0]), float(record.smooth[-1])) for record in replicas if len(record.loss)]
+        status = outcome(_status(replicas), loss, known, _uniform(replicas[0].start), skipped, trained)
         return cls(
             folder, settings, replicas, summary, status, (*remarks, *newest, *damaged, *more, *_remarks(replicas))
         )
