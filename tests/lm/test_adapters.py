@@ -114,22 +114,17 @@ def test_adapters_train_a_pretrained_model_further(tmp_path: Path, text: str) ->
 
 
 def test_files_without_a_model_are_refused(tmp_path: Path) -> None:
+    whole = {"model": "nano", "vocabulary": 256, "context": 32, "positions": "rotary", "tokenizer": "bytes"}
     for name, metadata, says in (
         ("bare", None, "give the model.safetensors of a run folder"),
-        (
-            "foreign",
-            {"thinwire": json.dumps({"model": "hf:x/y", "vocabulary": 256, "positions": "rotary"})},
-            "hf:FOLDER",
-        ),
-        ("other", {"thinwire": json.dumps({"model": "nano", "vocabulary": 300, "positions": "rotary"})}, "300 tokens"),
-        (
-            "unfit",
-            {"thinwire": json.dumps({"model": "nano", "vocabulary": 256, "positions": "rotary"})},
-            "does not fit",
-        ),
-        ("odd", {"thinwire": "[]"}, "cannot be read"),
+        ("foreign", whole | {"model": "hf:x/y"}, "hf:FOLDER"),
+        ("other", whole | {"vocabulary": 300}, "300 tokens"),
+        ("unfit", whole, "does not fit"),
+        ("odd", [], "cannot be read"),
     ):
-        save_file({"x": torch.zeros(2)}, tmp_path / f"{name}.safetensors", metadata)
+        rows = metadata["vocabulary"] if isinstance(metadata, dict) else 1
+        told = None if metadata is None else {"thinwire": json.dumps(metadata)}
+        save_file({"embedding.weight": torch.zeros(rows, 2)}, tmp_path / f"{name}.safetensors", told)
         with pytest.raises((ModelError, ConfigurationError), match=says):
             stored_model(tmp_path / f"{name}.safetensors", 256, 32)
     (tmp_path / "text.safetensors").write_text("not one")

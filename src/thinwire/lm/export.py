@@ -37,14 +37,15 @@ def metadata_of(path: str | Path) -> Mapping[str, Any]:
             said = parsed(json.loads, (file.metadata() or {})["thinwire"])
             if not isinstance(said, dict):
                 raise ValueError("its metadata is no table")
+            wrong = [f"{name} {said.get(name)!r:.80}" for name, fits in _METADATA.items() if not fits(said.get(name))]
             # before a model is made, which has as many rows as its metadata says
-            rows = {name: file.get_slice(f"{name}.weight").get_shape()[0] for name in _tables(said)}
+            tables = () if wrong else _tables(said)
+            rows = {name: file.get_slice(f"{name}.weight").get_shape()[0] for name in tables}
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError) as error:
         raise ModelError(
             f"{path} cannot be read as a model of `thinwire train` ({type(error).__name__}: {error}); give the model.safetensors of a run folder."
         ) from None
-    wrong = [f"{name} {said.get(name)!r:.80}" for name, fits in _METADATA.items() if not fits(said.get(name))]
-    wrong += [f"{name} of {count} rows" for name, count in rows.items() if not wrong and count != said[_ROWS[name]]]
+    wrong += [f"{name} of {count} rows" for name, count in rows.items() if count != said[_ROWS[name]]]
     if wrong:
         raise ModelError(
             f"{path} holds {', '.join(wrong)}: it is no model of `thinwire train`, whose model is one of {', '.join(SIZES)}, with the vocabulary "
