@@ -78,6 +78,21 @@ def test_what_diverged_means(loss, seen, skipped, diverged):
     assert outcome("stopped: why", loss, seen, math.log(256), skipped) == "stopped: why"
 
 
+@pytest.mark.parametrize(
+    ("loss", "trained", "diverged"),
+    [
+        (2e18, [(1.2, 9e17)], True),
+        (2e18, [(1.2, 0.4)], False),  # the evaluation has a scale of its own
+        (0.4, [(1e-9, 0.3)], False),  # policies that were equal
+        (0.4, [], False),
+    ],
+)
+def test_a_job_of_ones_own_is_judged_by_its_first_step(loss, trained, diverged):
+    """Nobody knows the loss of its untrained model."""
+    told = outcome("finished", loss, evaluations(loss / 2, loss), math.nan, 0.0, trained)
+    assert told.startswith("diverged") == diverged
+
+
 def test_no_older_loss_stands_for_one_that_is_nan():
     shown = ReplicaProgress()
     for step, loss in enumerate((2.0, math.nan), 1):
