@@ -40,7 +40,8 @@ its own checkpoint, which contained `round` rounds.
 [begin, end]; `data` those that a round has settled, as [name, begin, end].
 
 `progress` of a step and of an evaluation is the number of inner steps of the run, which differs from this replica's own if replicas have
-different speeds; `sent` of both are all bytes that it has sent so far, for any purpose, in earlier sessions too. `samples` counts those of all replicas, as this one knows them (docs/data.md).
+different speeds; `sent` of both are all bytes that it has sent so far, for any purpose, in earlier sessions too.
+`samples` counts those of all replicas, as this one knows them (docs/data.md).
 
 `weighed` has the weight that each neighbour got, by rank (a replica's own is 1); one that is missing has sent NaN or infinity.
 
