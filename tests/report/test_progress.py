@@ -215,7 +215,7 @@ def test_the_loss_of_a_replica_is_empty_until_a_step_tells_one(start: Start) -> 
     assert shown.loss is not None and math.isnan(shown.loss)
     for loss in (2.0, math.nan, 1.0):
         shown.take(step | {"loss": loss})
-    assert shown.loss == pytest.approx(1.9)
+    assert shown.loss == 1.0  # the mean begins again after NaN
 
 
 def test_no_more_steps_are_shown_than_the_run_has(tmp_path: Path, write_events: Write, start: Start) -> None:
@@ -231,7 +231,7 @@ def test_tables_carry_their_provenance(make_run: Make, tmp_path: Path) -> None:
     records = [RunRecord.load(make_run(tmp_path / name, steps=40)) for name in ("one", "two[bold]")]
     shown, out = console()
     shown.print(final_table(records[1]))
-    assert out.getvalue().count("emulated") == len(records[1].summary.figures())
+    assert out.getvalue().count("emulated") == len(records[1].summary.figures()) + 1  # one line is the time
     assert "two[bold]" in out.getvalue() and "finished" in out.getvalue()
     shown, out = console()
     shown.print(compare_table(records))

@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the verb and its options; None: those of this process.
 
     Returns:
-        The exit code: 0; 2, the command line is wrong, or names what is not there; 1, anything else that failed; 128 + the number of the
-        signal that stopped it (130 after Ctrl-C).
+        The exit code: 0; 2, the command line is wrong, or names what is not there; 3, the training has diverged; 1, anything else that
+        failed; 128 + the number of the signal that stopped it (130 after Ctrl-C).
 
     >>> import contextlib, io
     >>> with contextlib.redirect_stdout(io.StringIO()) as printed:

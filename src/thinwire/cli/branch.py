@@ -81,6 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if (folder / "expert.json").exists():
         raise ConfigurationError(f"{folder} is an expert already; choose another --domain or --out, or remove it.")
     stop = launch.Stop()
+    options.warn_of_outcome(source)
     if asked.trained:
         _copy(source, folder)
         run, parent = Run.load(folder / "run.toml"), ""

@@ -22,13 +22,13 @@ from rich.text import Text
 from thinwire.cli import options
 from thinwire.cli.capacity import check_capacity, choose_defaults
 from thinwire.cli.pages import COMPARISON, write_report
-from thinwire.cli.summary import without_result
+from thinwire.cli.summary import exit_code_of, without_result
 from thinwire.cli.training import train_to_the_end
 from thinwire.errors import ConfigurationError, DataError, ThinwireError
 from thinwire.lm import launch
 from thinwire.lm.job import check_and_weigh
 from thinwire.lm.run import Run
-from thinwire.records.losses import NO_RESULT, for_json
+from thinwire.records.losses import for_json, useless
 from thinwire.records.run_record import RunRecord
 from thinwire.records.summary import Summary
 from thinwire.records.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
@@ -94,11 +94,11 @@ def main(arguments: Sequence[str]) -> int:
                     failed.setdefault(strategy, f"{type(error).__name__}: {error}")
                     traceback.print_exc()
         rows = _told(folders, failed, out, console, asked)
-    no_result = any(row["status"].startswith(NO_RESULT) for row in rows)
     whole = sum(row["seeds"] for row in rows if row["status"] == "finished") == len(folders) * asked.seeds
     if stop.is_set() and not whole:
         return stop.exit_code
-    return 1 if failed or no_result else 0
+    codes = {exit_code_of(row["status"]) for row in rows}
+    return 1 if failed or 1 in codes else max(codes, default=0)
 
 
 def _told(
@@ -160,7 +160,7 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
             for name in ("wire_bytes_sent", "bits_per_parameter_per_step", "compute_utilization", "wall_seconds")
         },
         "provenance": summaries[0].provenance,
-        "status": next((record.status for record in records if record.status != "finished"), "finished"),
+        "status": min((record.status for record in records), key=lambda told: (not useless(told), told == "finished")),
         "steps": min(summary.steps for summary in summaries),
     }
 
@@ -201,7 +201,8 @@ def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
         table.add_row(
             Text(
                 row["strategy"]
-                + (f" ({row['status'].split(':')[0]} at step {row['steps']})" if row["status"] != "finished" else "")
+                + (f" ({row['status'].split(':')[0]} at step {row['steps']})" if row["status"] != "finished" else ""),
+                style="red" if useless(row["status"]) else "",
             ),
             f"{text_of_loss(mean)}{told}",
             *(text_of_loss(row["losses"].get(name)) for name in first[1:]),

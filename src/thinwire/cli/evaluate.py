@@ -64,6 +64,7 @@ def _of_run(asked: Options) -> list[dict[str, Any]]:
     if asked.prior:
         raise ConfigurationError(f"prior={asked.prior} with {asked.run}, which is no ensemble: leave --prior out.")
     trained = trained_model(asked.run)
+    options.warn_of_outcome(asked.run)
     if trained.step is not None:
         options.advise(f"the run has not ended: this is the model of step {trained.step}")
     data, rows = Run.load(asked.run / "run.toml").data, list[dict[str, Any]]()

@@ -39,6 +39,7 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "export", arguments, "Write a run's model for use elsewhere.")
     trained = _mean(asked.run) if Ensemble.is_one(asked.run) else trained_model(asked.run)
+    options.warn_of_outcome(asked.run)
     out = asked.out or asked.run / f"exported-{asked.to}"
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} is there already; choose another --out, or remove it.")

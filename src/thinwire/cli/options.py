@@ -9,6 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,8 @@ from rich.table import Table
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from thinwire.cli import words
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, DataError
+from thinwire.records.printable import printable
 from thinwire.report.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -175,6 +177,16 @@ def _helps(kind: type) -> dict[str, str]:
 def advise(line: str) -> None:
     """Print a line of advice for people."""
     print(line, file=sys.stderr)
+
+
+def warn_of_outcome(folder: Path) -> None:
+    """Print a warning if the run in `folder` has no result or has diverged, for those who use its model."""
+    from thinwire.records.losses import useless
+    from thinwire.records.run_record import RunRecord
+
+    with suppress(DataError):  # a model without a log
+        if useless(status := RunRecord.load(folder).status):
+            advise(f"warning: {printable(str(folder))}: {printable(status, 400)}")
 
 
 def _base(arguments: Sequence[str]) -> Run:

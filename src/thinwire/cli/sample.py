@@ -56,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"prior={asked.prior} with {asked.run}, which is no ensemble: leave --prior out.")
     else:
         trained = trained_model(asked.run)
+        options.warn_of_outcome(asked.run)
         tokenizer, language_model, step = trained.tokenizer, trained.model, trained.step
     if step is not None:
         options.advise(f"the run has not ended: this is the model of step {step}")

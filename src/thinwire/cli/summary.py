@@ -11,7 +11,7 @@ from typing import Any
 
 from thinwire.lm.meeting import PATHS
 from thinwire.lm.settings import NAMED, recipe_name
-from thinwire.records.losses import NO_RESULT, for_json
+from thinwire.records.losses import DIVERGED, NO_RESULT, for_json, useless
 from thinwire.records.printable import quoted
 from thinwire.records.run_record import RunRecord
 
@@ -23,13 +23,18 @@ WEIGHABLE = (*WITH_SLOW, "async_local_sgd", "halos")
 
 
 def without_result(records: Sequence[RunRecord]) -> str:
-    """What is wrong with finished runs of one model whose evaluation loss is not finite, and what to do; empty for none."""
-    lost = {str(record.folder): record for record in records if record.status.startswith(NO_RESULT)}
+    """What is wrong with finished runs of one model that have no result or have diverged, and what to do; empty for none."""
+    lost = {str(record.folder): record for record in records if useless(record.status)}
     if not lost:
         return ""
     each = "; ".join(f"{folder}: {record.status.removeprefix(f'{NO_RESULT}: ')}" for folder, record in lost.items())
     look = "evaluate(model), the data and the loss" if records[0].settings.get("job") else "the data"
     return f"{each}, so there is no model that can be used. Check {look}, or train with a lower --lr."
+
+
+def exit_code_of(status: str) -> int:
+    """The exit code for a run that took all its steps: 3 if it has diverged, 1 without a result, else 0."""
+    return 3 if status.startswith(DIVERGED) else 1 if useless(status) else 0
 
 
 def stall_advice(record: RunRecord, folder: Path) -> str:

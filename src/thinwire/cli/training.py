@@ -12,7 +12,7 @@ from rich.console import Console
 
 from thinwire.cli.options import teller
 from thinwire.cli.pages import write_report
-from thinwire.cli.summary import speed_advice, stall_advice, summary_of, without_result
+from thinwire.cli.summary import exit_code_of, speed_advice, stall_advice, summary_of, without_result
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, LinkError, ThinwireError
 from thinwire.lm import launch, run_folder
 from thinwire.lm.final import of_full_disk
@@ -148,5 +148,5 @@ def finish(
         print(json.dumps(summary))
     if told := without_result([record]):
         print(f"thinwire {verb.split()[0]}: {told}", file=sys.stderr)
-        return 1
+        return exit_code_of(record.status)
     return stop.exit_code if stopped or (stop.is_set() and record.status != "finished") else 0

@@ -31,8 +31,8 @@ def open_job(run: Run, folder: Path | None = None, replica: int = 0) -> Job:
     tokenizer.
     """
     if run.model.job:
-        data = run.data
-        return OwnJob(run.model.job, run.seed, data.batch_of(replica), data.eval_batches, data.largest_batch)
+        data, (_, batches) = run.data, run.data.evaluations(run.optimizer.steps)
+        return OwnJob(run.model.job, run.seed, data.batch_of(replica), batches, data.largest_batch)
     return TextJob(run, folder, replica)
 
 

@@ -174,6 +174,9 @@ class MethodSpec(CheckedSettings):
         return shorten(self.strategy + (f"({', '.join(given)})" if given else ""))
 
 
+LEAST_EVAL_BATCHES = 4  # a short run evaluates less often rather than on fewer
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSpec(CheckedSettings):
     """The text, its tokenizer, the size of an inner step, and the evaluation on held-out text."""
@@ -195,9 +198,10 @@ class DataSpec(CheckedSettings):
     accumulate: int = 1
     """Micro-batches per inner step."""
     eval_every: int | None = None
-    """Inner steps between evaluations of the anchors on held-out text. Default: ten evaluations per run."""
-    eval_batches: int = 16
-    """Held-out batches per evaluation, each of 8 sequences, whatever --batch is."""
+    """Inner steps between evaluations of the anchors on held-out text. Default: ten evaluations per run, fewer in short runs."""
+    eval_batches: int | None = None
+    """Held-out batches per evaluation, each of 8 sequences, whatever --batch is. Default: 16; fewer in short runs, whose evaluations are at
+    most about a tenth of the training's work."""
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -215,6 +219,23 @@ class DataSpec(CheckedSettings):
 
     def batch_of(self, replica: int) -> int:
         return self.batches[replica] if self.batches else self.largest_batch
+
+    def evaluations(self, steps: int) -> tuple[int, int]:
+        """(inner steps between evaluations, batches of one) of a run of `steps`.
+
+        A sequence costs a third in an evaluation, because it has no backward pass. So with the defaults, a run evaluates at most 0.3
+        times as many sequences as a replica trains, but at least one batch at its end: first with fewer batches (4 at least), then
+        less often, then with fewer batches still.
+        """
+        count = max(1, steps // self.eval_every) if self.eval_every else min(10, steps)
+        if self.eval_batches is not None:
+            return self.eval_every or max(1, steps // 10), self.eval_batches
+        # batches of 8 sequences, all evaluations together
+        most = max(1, int(0.3 * steps * self.mean_batch * self.accumulate) // 8)
+        batches = min(16, max(LEAST_EVAL_BATCHES, most // count))
+        if self.eval_every is None and batches * count > most:
+            count = max(1, most // batches)
+        return self.eval_every or max(1, -(-steps // count)), max(1, min(batches, most // count))
 
     @property
     def tokens(self) -> int:

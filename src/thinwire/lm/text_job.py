@@ -79,7 +79,8 @@ class TextJob:
 
     def evaluation(self, model: nn.Module, device: torch.device) -> Mapping[str, float]:
         data, total, count = self._run.data, 0.0, 0
-        for tokens, targets in self.corpus.held_out(EVAL_BATCH * data.eval_batches, data.sequence, data.largest_batch):
+        _, batches = data.evaluations(self._run.optimizer.steps)
+        for tokens, targets in self.corpus.held_out(EVAL_BATCH * batches, data.sequence, data.largest_batch):
             total += len(tokens) * float(model(tokens.to(device), targets.to(device)).loss)
             count += len(tokens)
         return {"loss": total / count}

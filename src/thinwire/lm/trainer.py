@@ -180,7 +180,7 @@ class Trainer(ABC):
 
     def _loop(self) -> None:
         run, replica = self.run, self.replica
-        eval_every = run.data.eval_every or max(1, run.optimizer.steps // 10)
+        eval_every = run.data.evaluations(run.optimizer.steps)[0]
         unchecked = bool(run.placement.checkpoint_every)
         while self.progress < run.optimizer.steps and not replica.stopping:
             if self.place.stop.is_set():
@@ -314,7 +314,7 @@ class Trainer(ABC):
         loss, of = next(iter(losses.values())), evaluated_weights(self.replica)
         self.losses = dict(losses) if of in ("anchors", "mean", "each") else {}
         spent = time.monotonic() - began
-        told = {"tokens": self._tokens(), "seconds_spent": spent, "of": of}
+        told = {"tokens": self._tokens(), "seconds_spent": spent, "of": of, "samples": self.reader.facts()}
         self.log.emit("eval", self.replica.step, loss=loss, **told, progress=self.progress, sent=self.ledger.sent())
 
     def _find_folder(self) -> None:

@@ -89,7 +89,10 @@ class FolderWatch:
         self._stop.set()
 
     def _tell_of_silence(self, now: float) -> None:
-        nbytes = sum(path.stat().st_size for path in self._folder.glob("events/*.jsonl") if path.is_file())
+        nbytes = 0
+        for path in self._folder.glob("events/*.jsonl"):
+            with suppress(OSError):  # it has gone meanwhile
+                nbytes += path.stat().st_size
         if nbytes != self._nbytes:
             self._patience = max(self._patience, 2 * (now - self._heard))
             self._nbytes, self._heard = nbytes, now

@@ -24,7 +24,7 @@ of its kind:
     evicted     name by reason
     read        ranges
     data        round trained lost returned
-    eval        loss tokens seconds_spent of progress sent
+    eval        loss tokens seconds_spent of progress sent samples
     checkpoint  path nbytes seconds_spent
     resume      from_step path skipped
     skip        reason
@@ -41,6 +41,7 @@ its own checkpoint, which contained `round` rounds.
 
 `progress` of a step and of an evaluation is the number of inner steps of the run, which differs from this replica's own if replicas have
 different speeds; `sent` of both are all bytes that it has sent so far, for any purpose, in earlier sessions too.
+`samples` counts those of all replicas, as this one knows them (docs/data.md).
 
 `weighed` has the weight that each neighbour got, by rank (a replica's own is 1); one that is missing has sent NaN or infinity.
 
@@ -102,7 +103,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "dropped": ("trained", "samples", "reason"),
     "read": ("ranges",),
     "data": ("round", "trained", "lost", "returned"),
-    "eval": ("loss", "tokens", "seconds_spent", "of", "progress", "sent"),
+    "eval": ("loss", "tokens", "seconds_spent", "of", "progress", "sent", "samples"),
     "checkpoint": ("path", "nbytes", "seconds_spent"),
     "resume": ("from_step", "path", "skipped"),
     "skip": ("reason",),
@@ -111,7 +112,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "end": ("summary",),
 }
 
-_LATER = {"progress", "sent"}  # fields that logs of older versions lack
+_LATER = {"progress", "sent", "samples"}  # fields that not every writer knows
 MOST_NBYTES = (
     64 << 20
 )  # of a log, after which its older steps are merged in pairs; twice what is left then, if that is more

@@ -96,6 +96,8 @@ class ReplicaRecord:
     stalls: Spans
     merges: Spans
     pauses: tuple[Span, ...]  # evaluations and checkpoints
+    evaluation_seconds: float
+    saving_seconds: float
     departed: Mapping[int, int]  # fragment -> rounds
     landed: Mapping[int, int]
     refused: Mapping[int, int]
@@ -160,6 +162,26 @@ class ReplicaRecord:
         return whole - sum(pause.overlap(window) for window in self.windows for pause in self.pauses)
 
     @property
+    def time(self) -> Mapping[str, float]:
+        """Seconds of its process, or of all its processes one after another: `elapsed` is the sum of the other parts."""
+        elapsed = sum(one.end - one.begin for one in self.incarnations)
+        start = sum(
+            max(
+                0.0,
+                min((w.begin for w in self.windows if one.begin <= w.begin <= one.end), default=one.end) - one.begin,
+            )
+            for one in self.incarnations
+        )
+        stalled = min(self.stall_seconds, self.wall_seconds)
+        evaluation, saving = self.evaluation_seconds, self.saving_seconds
+        training = self.wall_seconds - stalled
+        end = max(0.0, elapsed - start - training - stalled - evaluation - saving)
+        parts = {
+            "start": start, "training": training, "stalled": stalled, "evaluation": evaluation, "saving": saving, "end": end,
+        }  # fmt: skip
+        return {"elapsed": sum(parts.values())} | parts
+
+    @property
     def compute_utilization(self) -> float:
         """Seconds in inner steps over `wall_seconds`; NaN before the first step."""
         wall = self.wall_seconds
@@ -194,12 +216,12 @@ def _by_purpose(counted: object, way: str) -> dict[tuple[str, str], Event]:
 
 
 def smoothed(loss: Iterable[float], keep: float = 0.9) -> Floats:
-    """Exponential moving average without start-up bias; values that are not finite are passed over."""
+    """Exponential moving average without start-up bias; NaN where the value is not finite, so that no older one stands for it."""
     mean, weight, out = 0.0, 0.0, []
     for value in loss:
         if math.isfinite(value):
             mean, weight = keep * mean + (1 - keep) * value, keep * weight + 1 - keep
-        out.append(mean / weight if weight else math.nan)
+        out.append(mean / weight if math.isfinite(value) else math.nan)
     return np.array(out, dtype=np.float64)
 
 
@@ -236,6 +258,8 @@ def _record(history: History, begins: Sequence[float], clock: Offset | None) -> 
         stalls=_spans(lands, waits, ready, lasted),
         merges=_spans(lands, ready, ready + lands.finite("seconds_spent"), counts),
         pauses=tuple(_pause(offsets, one) for kind in ("eval", "checkpoint") for one in history.of(kind)),
+        evaluation_seconds=sum(finite(one.event["seconds_spent"]) for one in history.of("eval")),
+        saving_seconds=sum(finite(one.event["seconds_spent"]) for one in history.of("checkpoint")),
         departed=_by_fragment(departs.whole("fragment")),
         landed=_by_fragment(lands.whole("fragment")[counts]),
         refused=_by_fragment(refused.whole("fragment")),

@@ -16,7 +16,7 @@ from thinwire.records.clocks import Offset
 from thinwire.records.events import event_files
 from thinwire.records.files import contents, parsed
 from thinwire.records.fragments import fragments_of
-from thinwire.records.losses import named_losses, outcome
+from thinwire.records.losses import named_losses, outcome, useless
 from thinwire.records.participation import CARRIER, Participation, Steps, how_many, merge_rounds, numbers
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord
 from thinwire.records.run_file import read_run_file
@@ -38,7 +38,7 @@ class RunRecord:
     settings: Mapping[str, Any]
     replicas: tuple[ReplicaRecord, ...]
     summary: Summary
-    status: str  # "finished", "no result: why", "stopped: why" or "still running or killed"
+    status: str  # "finished", "no result: why", "diverged: why", "stopped: why" or "still running or killed"
     remarks: tuple[str, ...]
 
     @classmethod
@@ -69,7 +69,11 @@ class RunRecord:
         replicas = tuple(sorted(records, key=lambda record: (record.replica, record.name)))
         settings, remarks = _settings(folder, replicas[0].start)
         summary, more = _summary(folder, replicas)
-        status = outcome(_status(replicas), summary.eval_loss, _evaluations(replicas))
+        taken = sum(len(record.step) for record in replicas)
+        skipped = sum(record.skipped for record in replicas) / taken if taken else 0.0
+        loss, known = summary.eval_loss, _evaluations(replicas)
+        trained = [(float(record.loss[0]), float(record.smooth[-1])) for record in replicas if len(record.loss)]
+        status = outcome(_status(replicas), loss, known, _uniform(replicas[0].start), skipped, trained)
         return cls(
             folder, settings, replicas, summary, status, (*remarks, *newest, *damaged, *more, *_remarks(replicas))
         )
@@ -132,7 +136,8 @@ class RunRecord:
     def score(self, best: float | None = None) -> Score:
         """One number with named parts; `best` is the least evaluation loss of the runs that it is shown beside."""
         said = self.summary
-        return score_of(self.replicas, said.bits_per_parameter_per_step, said.taking_part, said.eval_loss, best)
+        loss, best = (math.inf, 0.0) if useless(self.status) else (said.eval_loss, best)
+        return score_of(self.replicas, said.bits_per_parameter_per_step, said.taking_part, loss, best)
 
     @property
     def clocks(self) -> dict[str, Offset]:
@@ -150,8 +155,9 @@ _latest: tuple[object, RunRecord] | None = None  # the record that was read last
 
 def best_loss(records: Sequence[RunRecord]) -> float | None:
     """The least evaluation loss of several runs side by side; None for one alone."""
-    evaluated = [record.summary.eval_loss for record in records if record.summary.eval_loss is not None]
-    return min(filter(math.isfinite, evaluated), default=None) if len(evaluated) > 1 else None
+    evaluated = [record for record in records if record.summary.eval_loss is not None]
+    losses = [record.summary.eval_loss or 0.0 for record in evaluated if not useless(record.status)]
+    return min(filter(math.isfinite, losses), default=None) if len(evaluated) > 1 else None
 
 
 def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:
@@ -204,6 +210,14 @@ def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
 
 def _evaluations(replicas: Sequence[ReplicaRecord]) -> Evaluations:
     return next((r.evaluations for r in replicas if len(r.evaluations.step)), replicas[0].evaluations)
+
+
+def _uniform(start: Mapping[str, Any]) -> float:
+    """The loss of a language model that gives all tokens the same probability; NaN for a job of the user's own."""
+    run = start["run"] if isinstance(start["run"], dict) else {}
+    corpus = run.get("corpus")
+    vocabulary = number(corpus.get("vocabulary")) if isinstance(corpus, dict) and not run.get("job") else math.nan
+    return math.log(vocabulary) if 1 <= vocabulary < math.inf else math.nan
 
 
 def _ended(replicas: Sequence[ReplicaRecord]) -> bool:
@@ -299,9 +313,18 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         wall_seconds=max(r.wall_seconds for r in replicas),
         stall_seconds=float(np.mean([r.stall_seconds for r in replicas])),
         provenance=provenance_of(start),
+        time=max((r.time for r in replicas), key=lambda parts: parts["elapsed"]),
         **_membership(replicas),
-        **samples_of([replica.end["summary"] for replica in replicas if replica.end]),
+        **samples_of([replica.end["summary"] for replica in replicas if replica.end], _computed_samples(replicas)),
     )
+
+
+def _computed_samples(replicas: Sequence[ReplicaRecord]) -> int | None:
+    """Sequences of text that the replicas of an elastic run have trained, counted or not; None for other runs."""
+    run = replicas[0].start["run"] if isinstance(replicas[0].start["run"], dict) else {}
+    if not _elastic(replicas) or run.get("job") or not whole(run.get("sequence")):
+        return None
+    return sum(int(r.tokens.sum()) for r in replicas) // whole(run.get("sequence"))
 
 
 def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:

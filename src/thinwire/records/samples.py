@@ -1,4 +1,4 @@
-"""The samples of a run: trained, in flight, or lost, from the summaries of its replicas."""
+"""The samples of a run: trained, in flight, lost, waiting, or dropped, from the summaries of its replicas."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from thinwire.records.sessions import number
 _KINDS = ("trained", "in_flight", "lost")
 
 
-def samples_of(ends: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`samples_trained`, `samples_in_flight` and `samples_lost` of a run whose replicas ended with these summaries, for `Summary`; empty
-    for one that has no ledger. All know what is trained and lost; in flight are each replica's own.
+def samples_of(ends: Sequence[Mapping[str, Any]], computed: int | None = None) -> dict[str, Any]:
+    """The `samples_...` of a run whose replicas ended with these summaries, for `Summary`; empty for one that has no ledger.
+
+    All know what is trained and lost; in flight are each replica's own; waiting are those of the present epoch that nobody has
+    trained. With `computed`, the samples that all replicas together have trained, the rest of them was dropped.
     """
     told = [one for one in (end.get("samples") for end in ends) if isinstance(one, dict)]
     known = [one for one in told if all(math.isfinite(number(one.get(kind))) for kind in _KINDS)]
     if not known:
         return {}
     newest = max(known, key=lambda one: number(one["trained"]) + number(one["lost"]))
-    return {
-        "samples_trained": int(number(newest["trained"])),
-        "samples_in_flight": sum(int(number(one["in_flight"])) for one in known),
-        "samples_lost": int(number(newest["lost"])),
-    }
+    trained, lost = int(number(newest["trained"])), int(number(newest["lost"]))
+    in_flight = sum(int(number(one["in_flight"])) for one in known)
+    taken, epoch = trained + lost + in_flight, number(newest.get("in_an_epoch"))
+    counts = {"samples_trained": trained, "samples_in_flight": in_flight, "samples_lost": lost}
+    if 1 <= epoch < math.inf:
+        counts["samples_waiting"] = -taken % int(epoch)
+    if computed is not None:
+        counts["samples_dropped"] = max(0, computed - taken)
+    return counts
 
 
 def text_of_samples(ends: Sequence[Mapping[str, Any]]) -> str:

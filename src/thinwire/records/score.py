@@ -3,7 +3,7 @@
     deadline      rounds that landed in time, of all: those for which training waited 10 ms or less. Where replicas come and go:
                   rounds that were committed, of all that were held
     quality       exp(L* − L), the perplexity beside the best one: L is the evaluation loss, L* the least of the runs side by side;
-                  0 where L is NaN or infinite
+                  0 where L is NaN or infinite, and for a run that has diverged
     bytes         1 − b / (64 (M − 1)/M): bits per parameter and step beside those of data-parallel fp32 by a ring, not below 0
     availability  inner steps that count, of all that were computed. Where replicas come and go: replicas that take part, of those
                   that were asked for, in the mean

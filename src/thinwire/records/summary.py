@@ -42,6 +42,10 @@ class Summary:
     samples_trained: int | None = None
     samples_in_flight: int | None = None
     samples_lost: int | None = None
+    samples_waiting: int | None = None  # of the present epoch, that nobody has trained
+    samples_dropped: int | None = None  # trained and not in the weights: others train them, or have trained them
+    # seconds of the replica that took longest: `elapsed` is the sum of the others
+    time: Mapping[str, float] = field(default_factory=dict)
     # by name, the first is `eval_loss`; where a job names several, or replicas have unlike models
     losses: Mapping[str, float] = field(default_factory=dict)
 
@@ -61,6 +65,8 @@ class Summary:
             figures.insert(len(figures) - 4, ("uploaded per replica", text_of_nbytes(self.uploaded)))
         if self.wire_bytes_sent < self.wire_bytes_foreseen:  # sizes depend on the values
             figures.insert(len(figures) - 4, ("foreseen at most", text_of_nbytes(self.wire_bytes_foreseen)))
+        if self.time:
+            figures.append(("elapsed", text_of_seconds(self.time["elapsed"])))
         if self.deltas_clipped:
             figures.append(("deltas clipped", f"{self.deltas_clipped:,}"))
         if self.living is not None and self.taking_part is not None:
@@ -68,6 +74,14 @@ class Summary:
             figures += [("rounds committed", str(self.rounds_committed)), ("steps trained", f"{self.steps_trained:,}")]
             figures += [("steps jumped", f"{self.steps_jumped:,}"), ("steps counted", f"{self.steps_counted:,}")]
         if self.samples_trained is not None:
-            told = (self.samples_trained, self.samples_in_flight, self.samples_lost)
-            figures += [(f"samples {what}", f"{n:,}") for what, n in zip(("trained", "in flight", "lost"), told)]
+            told = {
+                "trained": self.samples_trained, "in flight": self.samples_in_flight, "lost": self.samples_lost,
+                "waiting": self.samples_waiting, "dropped, trained again": self.samples_dropped,
+            }  # fmt: skip
+            figures += [(f"samples {what}", f"{n:,}") for what, n in told.items() if n is not None]
         return figures
+
+    def text_of_time(self) -> str:
+        """Where the time went: 20.0 s elapsed = start 2.0 s + training 15.0 s + ...; empty if nobody knows it."""
+        parts = [f"{what} {text_of_seconds(n)}" for what, n in self.time.items() if what != "elapsed"]
+        return f"{text_of_seconds(self.time['elapsed'])} elapsed = {' + '.join(parts)}" if parts else ""

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from thinwire.records.events import Event, Tail
 from thinwire.records.fragments import fragments_of
+from thinwire.records.losses import useless
 from thinwire.records.participation import CARRIER, MembershipLog, Steps, text_of_steps
 from thinwire.records.printable import printable
 from thinwire.records.run_record import RunRecord, best_loss, provenance_of
@@ -29,7 +30,6 @@ from thinwire.records.sessions import number, whole
 from thinwire.records.units import (
     NOTHING,
     UNITS,
-    known,
     text_of_count,
     text_of_loss,
     text_of_nbytes,
@@ -210,7 +210,7 @@ class Progress:
     def _line(self) -> str:
         if phase := self._phase():
             return f"{phase} · {self._elapsed()}"
-        losses = [r.loss for r in self._replicas if known(r.loss)]
+        losses = [r.loss for r in self._replicas if r.loss is not None]  # one NaN among them is shown
         parts = [
             f"step {self.step}/{self.steps}",
             f"loss {text_of_loss(sum(losses) / len(losses) if losses else None)}",
@@ -302,7 +302,9 @@ def final_table(record: RunRecord) -> Table:
     table = Table(title=Text(record.name), box=None, show_header=False, title_justify="left", pad_edge=False)
     for what, value in record.summary.figures():
         table.add_row(Text(what), Text(value, style="bold"), Text(record.summary.provenance, style="dim"))
-    table.add_row(Text("status"), Text(record.status), "")
+    if told := record.summary.text_of_time():
+        table.add_row(Text("time"), Text(told), Text(record.summary.provenance, style="dim"))
+    table.add_row(Text("status"), Text(record.status, style="bold red" if useless(record.status) else ""), "")
     return table
 
 

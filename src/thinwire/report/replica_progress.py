@@ -66,10 +66,8 @@ class ReplicaProgress:
         if kind == "step":
             if event["loss"] is not None:
                 loss = number(event["loss"])
-                if not known(self.loss):
-                    self.loss = loss
-                elif math.isfinite(loss):
-                    self.loss = 0.9 * self.loss + 0.1 * loss
+                # a loss that is not finite is shown as it is, and the mean begins again after it
+                self.loss = 0.9 * self.loss + 0.1 * loss if known(self.loss) and known(loss) else loss
             self.step = event["step"]
             self._tell(event.get("progress", self.step), event.get("sent"))
             self.own_steps |= self.progress != self.step

@@ -187,7 +187,9 @@ def _shape(record: RunRecord) -> str:
         f"{text_of_count(summary.tokens)} {record.unit}",
         f"link {text_of_rates(record.rates)}" if record.rates else "link not shaped",
         record.status,
+        summary.text_of_time(),
     ]
+    parts = [part for part in parts if part]
     return " · ".join(parts)
 
 

@@ -21,6 +21,7 @@ from thinwire.records.losses import for_json
 from thinwire.records.participation import CARRIER, Participation, RoundSeen
 from thinwire.records.printable import printable
 from thinwire.records.run_record import provenance_of
+from thinwire.records.samples import samples_of
 from thinwire.records.sessions import number, split, whole
 from thinwire.records.units import (
     NOTHING,
@@ -60,6 +61,7 @@ class _Watched:
     waits: str = ""  # what it has waited for since its last step
     saved: tuple[int, float] | None = None  # the step and the time of the last checkpoint
     evaluated: tuple[int, float] | None = None
+    counted: Event = field(default_factory=dict)  # the newest event that counts samples
 
     @property
     def name(self) -> str:
@@ -76,6 +78,8 @@ class _Watched:
                 self.progress = ReplicaProgress.of(event, self.progress.step)
             self.progress.take(event)
             self.heard = self.opened + number(event["seconds"])
+            if kind in ("eval", "end"):
+                self.counted = event["summary"] if kind == "end" and isinstance(event["summary"], dict) else event
             if kind == "step":
                 self.waits = ""
             elif kind in ("retry", "alone"):
@@ -144,6 +148,7 @@ class Top:
                  "checkpoint": one.saved and one.saved[0]}
                 for one in self._all
             ],
+            "samples": self._samples,
             "clocks": {name: {"seconds": of.seconds, "error": of.error} for name, of in self._clocks.items()},
             "findings": [finding.facts() for finding in self._diagnosis.findings] if self._diagnosis else [],
         }  # fmt: skip
@@ -182,6 +187,12 @@ class Top:
     @property
     def _step(self) -> int:
         return step_of_run([one.progress for one in self._all], self._participation is not None)
+
+    @property
+    def _samples(self) -> dict[str, int]:
+        """The samples of the run, at its newest evaluations or ends."""
+        counts: dict[str, int] = samples_of([one.counted for one in self._all])
+        return counts
 
     def _seconds_left(self) -> float:
         speeds = [one.progress.steps_per_second for one in self._all if one.lives()]
@@ -242,6 +253,9 @@ class Top:
             f"step {min(self._step, self._steps)}/{self._steps}", f"{len(living)} of {whole(self._start['replicas'])} live", part,
             f"{text_of_count(speed)} {self._unit}/s" if living else "",
             f"evaluation {text_of_loss(evaluated[1])} at step {min(evaluated[0], self._steps)}" if evaluated else "",
+            f"{samples['samples_trained']:,} samples trained, {samples['samples_waiting']:,} wait"
+            if (samples := self._samples) and "samples_waiting" in samples
+            else "",
             f"numbers are {provenance_of(self._start)}",
             f"{text_of_seconds(left)} left (predicted)" if left > 0 else "",
         )  # fmt: skip
