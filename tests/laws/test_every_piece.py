@@ -221,7 +221,17 @@ def test_law_5_predicted_is_counted(name, replicas):
         products = strategy.exchange.nbytes_products(replicas) if strategy.aggregate.needs_products else 0
         assert ledger.sent("products") == products * len(departures)
         assert ledger.sent("buffers") == 40 * (replicas - 1)  # two digests, and their length
-        named = ("packet", "introduction", "start", "buffers", "policy", "products", "comparison", "monitor")
+        named = (
+            "packet",
+            "introduction",
+            "start",
+            "buffers",
+            "policy",
+            "products",
+            "comparison",
+            "monitor",
+            "frozen parameters",
+        )
         assert ledger.sent() == sum(ledger.sent(purpose) for purpose in named)
     assert sum(ledger.sent() for ledger in ledgers) == sum(ledger.received() for ledger in ledgers)
 
