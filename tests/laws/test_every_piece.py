@@ -224,6 +224,9 @@ def test_law_5_predicted_is_counted(name, replicas):
         # at a sample; and at the end at all values
         looks = sum(e["fragment"] == 0 and e["round"] < 3 for e in departures)
         assert ledger.sent("frozen parameters") == (24 + 8 * looks) * (replicas - 1)
+        between = max(1, 32 // strategy.schedule.every)  # rounds of a fragment; and at the end those of all fragments
+        compared = sum(e["round"] > 0 and (e["round"] + e["fragment"]) % between == 0 for e in departures)
+        assert ledger.sent("anchors") == (16 * compared + 8 + 16 * len(fragments)) * (replicas - 1)
         named = (
             "packet",
             "introduction",
@@ -234,6 +237,7 @@ def test_law_5_predicted_is_counted(name, replicas):
             "comparison",
             "monitor",
             "frozen parameters",
+            "anchors",
         )
         assert ledger.sent() == sum(ledger.sent(purpose) for purpose in named)
     assert sum(ledger.sent() for ledger in ledgers) == sum(ledger.received() for ledger in ledgers)
