@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import threading
 from pathlib import Path
@@ -242,7 +243,8 @@ def test_a_folder_has_one_command_and_one_joining_replica(
     given += ["--out", str(tmp_path / "run"), "--name"]
     with run_folder.claimed(tmp_path / "run", False):
         assert main(["train", *given, "paris"]) == 2
-    assert f"another command trains in {tmp_path / 'run'}; choose another --out" in capsys.readouterr().err
+    held = f"another command trains in {tmp_path / 'run'} (process {os.getpid()}); choose another --out"
+    assert held in capsys.readouterr().err
     assert not list((tmp_path / "run").iterdir())
     run_folder.new_folder(run.absolute(), tmp_path / "run", False, "oslo")
     EventLog(tmp_path / "run/events/oslo.jsonl").close()

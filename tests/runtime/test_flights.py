@@ -58,6 +58,7 @@ def test_a_landing_reports_waiting_and_work_apart() -> None:
         **{"begin": 6.0, "end": 12.0, "queued_seconds": 2.0, "transfer_seconds": 4.0},
     )
     flights = object.__new__(Flights)
+    flights.digests = None
     flights.training, flights.pipeline = training, SimpleNamespace(wait=lambda _: None, landed=lambda *_: None)  # type: ignore[assignment]
     flights.land(update)()  # type: ignore[arg-type]
     begin_and_spent = {"begin": 10.0, "stall_seconds": 3.0, "seconds_spent": 7.0}

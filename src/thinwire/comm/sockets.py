@@ -11,14 +11,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import ipaddress
+import math
 import os
 import socket
 import stat
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -81,7 +83,18 @@ def interruptibly(task: Callable[[], T]) -> T:
 
     # a daemon, unlike those of concurrent.futures: the end of the process does not wait for it
     threading.Thread(target=body, name="thinwire-meeting", daemon=True).start()
-    return done.result()
+    return outcome(done)
+
+
+def outcome(future: Future[T], seconds: float = math.inf) -> T:
+    """What `future` has in `seconds`. Raises `TimeoutError`.
+
+    It waits for a second at a time: a signal that comes just before the wait begins is heard when it ends.
+    """
+    end = time.monotonic() + seconds
+    while not future.done() and time.monotonic() < end:
+        wait([future], max(0.0, min(1.0, end - time.monotonic())))
+    return future.result(0)
 
 
 @contextmanager

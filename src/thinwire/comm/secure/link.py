@@ -31,7 +31,7 @@ from thinwire.comm.secure.state import REDUCER
 from thinwire.comm.secure.straight import Straight
 from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.comm.secure.versions import agreed_with_hub, stated, stating_run
-from thinwire.comm.sockets import keep_from_children
+from thinwire.comm.sockets import keep_from_children, outcome
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.version import PROTOCOLS
 
@@ -121,7 +121,7 @@ class HubLink:
     def place(self, seconds: float) -> Welcome:
         """Wait until all members have joined; return this member's place in the group. Call it from another thread. Raises `LinkError`."""
         try:
-            return self._placed.result(seconds)
+            return outcome(self._placed, seconds)
         except TimeoutError:
             raise LinkError(
                 f"{self.enrolment.name} {self.state}; not all have joined within {seconds:g} s. Start all {self._size}, "
