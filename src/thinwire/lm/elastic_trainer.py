@@ -33,6 +33,7 @@ class ElasticTrainer(Trainer):
     def _attach(self, facts: dict[str, Any]) -> Replica:
         run, log, strategy = self.run, self.log, self.run.make_strategy()
         self._named: dict[str, list[list[Any]]] = {"lost": [], "returned": []}
+        self._dropped = {"trained": 0.0, "samples": 0}
         fragments = strategy.partition.fragments(self.model)
         self._log_start(strategy, fragments)  # before the first contact, which may take a long time
         self._timeouts = AdaptiveTimeouts(strategy, run.placement, fragments, self._time_a_step())
@@ -77,10 +78,13 @@ class ElasticTrainer(Trainer):
         if event == "data":
             for kind, named in self._named.items():
                 named += fields[kind][: MOST_NAMED - len(named)]
+        elif event == "dropped":
+            self._dropped["trained"] += fields["trained"]
+            self._dropped["samples"] += fields["samples"]
         super()._hear(event, step, **fields)
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
-        summary = super()._summary(stopped)
+        summary = super()._summary(stopped) | {"dropped": self._dropped}
         if isinstance(self.reader, LeasedReader):
             summary["samples"] |= {"lost_with": self._named["lost"], "returned_by": self._named["returned"]}
         return summary | ({} if isinstance(self.reader, LeasedReader) else {"samples": {}})

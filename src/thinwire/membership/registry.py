@@ -34,7 +34,7 @@ def quorum(
     names); empty: not yet. The rule of torchft 0.2.0, but it counts names: a name has one vote, however many processes it has.
 
     If all of the previous view call, the view is everyone who calls. If not, more than half of the names heard must call, and either all
-    processes call, or the first has waited for `join` seconds.
+    call, also those of which a process that died is still heard, or the first has waited for `join` seconds.
 
     >>> heard, previous = {"a": "oslo", "b": "lima", "c": "rome", "d": "rome"}, {"a", "b", "c"}
     >>> sorted(quorum({"a": 0.0, "b": 9.0, "c": 9.0}, heard, previous, now=9.0, join=10.0))
@@ -51,7 +51,7 @@ def quorum(
     if 2 * len(names) <= len(all_names):
         return set()
     waited = now - min(calling[incarnation] for incarnation in here) >= join
-    return here if here == heard.keys() or waited else set()
+    return here if names == all_names or waited else set()
 
 
 def nobody_comes(waiting: Collection[str], heard: Iterable[str], calling: Collection[str]) -> bool:

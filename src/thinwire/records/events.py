@@ -22,6 +22,8 @@ of its kind:
     retry       reason
     back        round path skipped
     evicted     name by reason
+    left_out    name seconds reason
+    dropped     trained samples reason
     read        ranges
     data        round trained lost returned
     eval        loss tokens seconds_spent of progress sent samples
@@ -32,9 +34,10 @@ of its kind:
     warning     message
     end         summary
 
-`wire` has the messages of a round (diagnosis/records.py). The kinds from `round` to `evicted` are those of an elastic run. A member
+`wire` has the messages of a round (diagnosis/records.py). The kinds from `round` to `dropped` are those of an elastic run. A member
 with `keeps` has ended and keeps the final state for `late`; `retry` has the reason that delays a round; after `back` it has resumed from
-its own checkpoint, which contained `round` rounds.
+its own checkpoint, which contained `round` rounds. `left_out` is a member that spoils rounds, for `seconds`; `dropped` are steps or tokens
+that this replica `trained`, and their `samples`, that no delta holds.
 
 `read` and `data` have positions in the data (docs/data.md): `read` those that this replica has read since the last such event, as
 [begin, end]; `data` those that a round has settled, as [name, begin, end].
