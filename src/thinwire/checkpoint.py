@@ -81,7 +81,15 @@ class Checkpoint:
         return int(self.manifest["step"])
 
 
-def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3, *, frozen: bool = True) -> Path:
+def save(
+    folder: Path,
+    replica: Trained,
+    notes: Mapping[str, Any],
+    keep: int = 3,
+    *,
+    frozen: bool = True,
+    parents: bool = True,
+) -> Path:
     """Write `replica` and the caller's `notes` to `folder`/step-N, and delete all but the last `keep` of the checkpoints up to it.
 
     Never waits for a round in flight. If it fails, what was there before stays.
@@ -93,6 +101,7 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
             tensors, arrays, and lists, tuples and dicts of these. `read(...).manifest["notes"]` has them as they were, with their types.
         keep: number of checkpoints.
         frozen: False: without the parameters that do not train, which are equal in the model that is loaded into.
+        parents: False: `folder` is made only if the one that it is in is there; not anew where somebody has deleted that meanwhile.
 
     Raises:
         CheckpointError: the checkpoint cannot be written; if the state is the cause, the message has the path of what cannot be saved.
@@ -107,7 +116,7 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
         "frozen": frozen,
         "notes": dict(notes),
     }
-    return write(folder, manifest, (*_packed(replica, frozen), pack(dict(tensors), "outer")), keep)
+    return write(folder, manifest, (*_packed(replica, frozen), pack(dict(tensors), "outer")), keep, parents=parents)
 
 
 def check(replica: Trained, *, frozen: bool = True) -> None:
@@ -130,7 +139,9 @@ def _packed(replica: Trained, frozen: bool) -> tuple[Packed, Packed]:
     return model, Packed(tree, state.tensors | random.tensors)
 
 
-def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Packed], keep: int) -> Path:
+def write(
+    folder: Path, manifest: dict[str, Any], contents: Sequence[Packed], keep: int, *, parents: bool = True
+) -> Path:
     """Write the checkpoint with this `manifest`, without its checksums, and these `contents` of its three files. As `save`."""
     final = folder / f"step-{manifest['step']:08d}"
     partial = hidden(final, "partial")
@@ -139,7 +150,7 @@ def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Packed], ke
     manifest = manifest | {"notes": notes.json}
     inner = Packed(inner.json, inner.tensors | notes.tensors)
     try:
-        _make_folder(folder)
+        _make_folder(folder, parents)
         _clear(folder)
         partial.mkdir()
         for name, content in zip(_FILES, (model, inner, outer)):
@@ -195,10 +206,10 @@ def drop(path: Path) -> None:
         shutil.rmtree(path.rename(hidden(path, "dropped")), ignore_errors=True)
 
 
-def _make_folder(folder: Path) -> None:
+def _make_folder(folder: Path, parents: bool) -> None:
     """Make `folder`, so that it is still there after a power cut."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=parents, exist_ok=True)
     for path in missing:
         flush(path.parent)
 

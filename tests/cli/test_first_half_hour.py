@@ -22,9 +22,9 @@ from thinwire.report.top import _COLUMNS
 
 JOB = """\
 import torch
-def make_model(): return torch.nn.Linear(4, 3)
+def model(): return torch.nn.Linear(4, 3)
 def batches(share):
-    data = torch.Generator().manual_seed(share.rank)
+    data = torch.Generator().manual_seed(share.index)
     while True:
         x = torch.randn(8, 4, generator=data)
         yield x, x[:, :3].argmax(1)

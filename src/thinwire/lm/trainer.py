@@ -100,6 +100,7 @@ class Trainer(ABC):
         if isinstance(self.job, OwnJob) and isinstance(self.optimizer, SharpnessAware):
             self.job.held = run.data.accumulate
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        self._saves = False  # whether this process has written a checkpoint
         self.checkpoints, self._held = place.folder / "checkpoints" / place.name, HeldFolder(place.folder)
         self.replica = self._attach(facts)
         self.micros = micro_batches(run.data.accumulate, self.replica)
@@ -341,7 +342,9 @@ class Trainer(ABC):
                 self.replica,
                 dataclasses.asdict(self._totals()) | {"data": self.job.state(), "samples": self.reader.notes()},
                 self.run.placement.keep,
+                parents=not self._saves,  # a folder that is deleted from now on stays so
             )
+            self._saves = True
         except CheckpointError as error:
             self.log.emit("warning", self.replica.step, message=f"{error}{self._at_risk()}")
             return error

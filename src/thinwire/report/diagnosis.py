@@ -195,13 +195,16 @@ class _Log:
 
     @classmethod
     def read(cls, path: Path) -> _Log | None:
-        log = None
-        for event in Tail(path).events():
+        log, tail = None, Tail(path)
+        for event in tail.events():
             if event["event"] == "start":
                 log = cls.begun(path, event)
             elif log:
                 log.take(event)
-        return log and log.closed(path)
+        if not log:
+            return None
+        log.damaged += tail.damaged
+        return log.closed(path)
 
     @classmethod
     def of(cls, path: Path, session: Sequence[Event]) -> _Log:
