@@ -173,20 +173,28 @@ def lighthouse():
 
 
 def meet(address, *replicas, seconds=600.0):
-    """Lets replicas meet as threads; each is (name, settings). Returns the members of their views, or their errors."""
-    results = [None] * len(replicas)
+    """Lets replicas meet as threads; each is (name, settings). Several meet again and again until one of them is refused, so that it finds the
+    others however late it comes. Returns the members of their views, or their errors.
+    """
+    results, memberships, refused = [None] * len(replicas), [], threading.Event()
 
     def run(index, name, settings):
-        membership = None
         try:
             membership = Membership(LighthouseRendezvous(address), name, **{"timeouts": DEADLINES} | settings)
-            for _ in range(8):
+            memberships.append(membership)
+            while True:
                 results[index] = [m.name for m in membership.next_view({}, seconds).members]
+                if len(replicas) == 1:
+                    break
         except Exception as error:
-            results[index] = error
-        finally:
-            if membership is not None:
-                membership.close()
+            if not refused.is_set():
+                results[index] = error
+            if isinstance(error, DisagreementError):
+                refused.set()
+        while None in results:  # the others have had a view
+            time.sleep(0.01)
+        for one in memberships:  # their waits for a further one end
+            one.close()
 
     threads = [threading.Thread(target=run, args=(i, *replica)) for i, replica in enumerate(replicas)]
     for thread in threads:

@@ -47,6 +47,19 @@ def test_the_processes_of_a_name_are_few_and_take_no_room_of_others():
     registry.hear(Requester("mallory", "m-4"))
 
 
+def test_a_name_that_crashes_again_and_again_is_heard():
+    """Its former processes were heard a moment ago, and their connections have ended."""
+    registry, lines = MemberRegistry(600.0), []
+    registry.say = lines.append
+    registry.hear(Requester("other"))
+    for number in range(20):
+        assert not registry.full(f"m-{number}", "m")
+        registry.hear(Requester("m", f"m-{number}"))
+        registry.disconnected(f"m-{number}")
+    assert sum("left: m (it has restarted)" in line for line in lines) == 16
+    assert len(registry._replicas) == 5, "the last ones may only have lost a connection"
+
+
 def test_one_word_notes_no_end_of_a_run_of_three():
     async def play():
         registry, members = MemberRegistry(600.0), [Requester(name) for name in ("lima", "mallory", "oslo")]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from thinwire.comm import ThreadGroup
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.membership import view as presence
-from thinwire.membership.view import LIMIT, Member, Presence, View
+from thinwire.membership.view import LIMIT, Member, Presence, View, expected
 
 
 def present(name, incarnation="", **said):
@@ -119,8 +119,12 @@ def test_others_that_differ_from_each_other_are_no_majority():
 
 def test_a_broken_link_excludes_one_member():
     far = {"unreachable": ["incarnation-of-b"]}
-    assert names(judge([present("a", **far), present("b"), present("c")])) == ["a", "c"]
-    assert names(judge([present("a", **far), present("b", views=1), present("c")])) == ["b", "c"]
+    back = {"unreachable": ["incarnation-of-a"]}
+    assert names(judge([present("a", **far), present("b", **back), present("c")])) == ["a", "c"]
+    assert names(judge([present("a", **far), present("b", views=1, **back), present("c")])) == ["b", "c"]
+    # one that says it alone, however old it is, puts out itself, where three are there
+    assert names(judge([present("a", views=9, **far), present("b"), present("c")])) == ["b", "c"]
+    assert names(judge([present("a", **far), present("b")])) == ["a"]
     star = [
         present("a", unreachable=["incarnation-of-b", "incarnation-of-d"]),
         present("b"),
@@ -135,6 +139,12 @@ def test_a_broken_link_excludes_one_member():
     ]
     assert "b, d" in judge(star).left_out[0].reason
     assert names(judge([present("a", unreachable=["somebody who is not here"])])) == ["a"]
+
+
+def test_one_alone_lets_nobody_wait_where_three_are_there():
+    a, b, c = present("a", expects=["d", "e"]), present("b", expects=["d"]), present("c")
+    assert expected([a, b, c]) == {"d"} and expected([a, b]) == {"d", "e"}
+    assert expected([a, replace(a, incarnation="a-2"), c, present("f")]) == set()
 
 
 def test_a_replica_without_a_presence_is_no_member():

@@ -115,6 +115,11 @@ class _Replica:
     calls: tuple[float, str | None] | None = None
     answer: asyncio.Future[list[list[str]]] | None = None
 
+    @property
+    def there(self) -> bool:
+        """Whether its process is connected, as far as it is known."""
+        return self.connected and not self.silent
+
 
 class MemberRegistry:
     """Which replicas are alive. It calls `say` with a line for every join and leave, and `lost` with the name and the incarnation of one
@@ -164,9 +169,11 @@ class MemberRegistry:
         if full := self.full(requester.incarnation, requester.name):
             raise PacketError(full)
         if requester.incarnation not in self._replicas:
-            for other, replica in list(self._replicas.items()):
-                if replica.kept and replica.name == requester.name:
-                    self.gone(replica.name, other, "it has restarted")
+            alike = [(other, each) for other, each in self._replicas.items() if each.name == requester.name]
+            for other, replica in alike:
+                if replica.kept or (len(alike) >= MOST_OF_NAME and not replica.there):
+                    self._left(other, "it has restarted")
+                    del self._replicas[other]
         replica = self._replicas.setdefault(requester.incarnation, _Replica(requester.name, 0.0))
         if replica.name != requester.name:
             raise PacketError(f"{requester.name} speaks as an incarnation of {replica.name}")
@@ -191,7 +198,7 @@ class MemberRegistry:
         """Why there is no room for this incarnation of `name`; "" if there is."""
         if incarnation in self._replicas:
             return ""
-        names = [replica.name for replica in self._replicas.values() if not replica.kept]
+        names = [each.name for each in self._replicas.values() if not each.kept and (each.name != name or each.there)]
         if names.count(name) >= MOST_OF_NAME:
             return f"{names.count(name)} processes of {name} are there already; every replica needs its own name"
         return f"{MOST_MEMBERS} replicas are there already" if len({*names, name}) > MOST_MEMBERS else ""

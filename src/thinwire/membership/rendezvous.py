@@ -42,6 +42,7 @@ from thinwire.membership.view import (
     Verdict,
     View,
     difference,
+    expected,
     fits,
     judge,
     settings,
@@ -200,9 +201,9 @@ class Membership:
         seconds = self.timeouts.view if seconds is None else seconds
         found = self._rendezvous.clock()  # since when the others can be waited for
         until = found + seconds
-        expected = self._members
+        awaits = self._members
         said = status if callable(status) else lambda: status
-        self._presence(said(), expected).to_json()
+        self._presence(said(), awaits).to_json()
         check(said(), self.name)
         reason, pause = "", 0.1
         while (left := until - self._rendezvous.clock()) > 0 and not self._left:
@@ -211,7 +212,7 @@ class Membership:
             self._calls += 1
             self._observe("call", {"calls": self._calls, "holds": self._holds})
             try:
-                present, vote_store = self._rendezvous.call(self._presence(said(), expected), left)
+                present, vote_store = self._rendezvous.call(self._presence(said(), awaits), left)
             except AnswerLostError as error:
                 reason = str(error).rstrip(".")
                 self._let_go(self._group)  # so that nobody who was answered waits for packets of this replica
@@ -225,7 +226,7 @@ class Membership:
             self._suspects = tuple(p for p in self._suspects if p.incarnation in here)
             verdict = self._judge(present, check)
             alike = [p for p in present if fits(p.facts, self.facts)]
-            reason = self._obstacle(verdict, {incarnation for p in alike for incarnation in p.expects} - here)
+            reason = self._obstacle(verdict, expected(alike) - here)
             try:
                 reason = self._past_the_end(verdict, reason)
                 if not reason:
@@ -233,9 +234,7 @@ class Membership:
             except (LinkError, PacketError) as error:
                 reason = f"no group could be built: {error}"
             patient = self._rendezvous.clock() - found < self.timeouts.grace
-            expected = (
-                tuple(p for p in expected if p.incarnation in here or self._rendezvous.reaches(p)) if patient else ()
-            )
+            awaits = tuple(p for p in awaits if p.incarnation in here or self._rendezvous.reaches(p)) if patient else ()
             self._observe("retry", {"reason": reason, "seconds": pause})
             self._rendezvous.sleep(min(pause, max(0.0, until - self._rendezvous.clock())))
             pause = min(2 * pause, 0.25)  # so that all call again within the lighthouse's wait
@@ -296,12 +295,12 @@ class Membership:
     def _gone(self) -> LinkError:
         return LinkError(f"replica {self.name!r} has left its membership; make a new one to come back.")
 
-    def _presence(self, status: Mapping[str, Any], expected: Sequence[Presence]) -> Presence:
+    def _presence(self, status: Mapping[str, Any], awaits: Sequence[Presence]) -> Presence:
         return Presence(
             self.name, self._incarnation, self._calls, self._views, self._holds, self.facts, status,
             [p.incarnation for p in self._suspects],
             self._excluded(),
-            [p.incarnation for p in expected if p.incarnation != self._incarnation],
+            [p.incarnation for p in awaits if p.incarnation != self._incarnation],
             self._rendezvous.address,
         )  # fmt: skip
 

@@ -155,7 +155,8 @@ def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
     A replica that more than half of the others want left out is left out, if three names or more are there: of two neither can outvote the
     other. Members must have the same facts, and speak one protocol: of those in the range of `facts`, the one that most replicas of one group
     speak, then most of all, then the oldest. If two replicas have one name, the elder stays: the one that reports more views in
-    this incarnation. If two cannot reach each other, the one with fewer broken links stays, then the elder.
+    this incarnation. If two cannot reach each other, the one with fewer broken links stays, then, among three or more, the one that does not
+    say so itself: nobody puts another out by its word alone. Then the elder stays.
     """
     eldest_first = sorted(present, key=lambda p: (-p.views, p.name, p.incarnation))
     spoken = _spoken([p for p in eldest_first if fits(p.facts, facts)], facts)
@@ -176,7 +177,9 @@ def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
             members.append(presence)
     while broken := _broken_links(members):
         counts = Counter(incarnation for link in broken for incarnation in link)
-        worst = max(members[::-1], key=lambda p: counts[p.incarnation])  # in a tie the youngest
+        said = [p.incarnation for p in members for other in p.unreachable if {p.incarnation, other} in broken]
+        says = Counter(said if len(members) > 2 else [])
+        worst = max(members[::-1], key=lambda p: (counts[p.incarnation], says[p.incarnation]))  # in a tie the youngest
         others = sorted(p.name for p in members if any({p.incarnation, worst.incarnation} == link for link in broken))
         members.remove(worst)
         left_out.append(LeftOut(worst, f"no link between it and {', '.join(others)}"))
@@ -198,6 +201,15 @@ def _refused(alike: Sequence[Presence]) -> dict[str, str]:
         for name, said in reasons.items()
         if 2 * len(said) > len(names) - 1
     }
+
+
+def expected(alike: Sequence[Presence]) -> set[str]:
+    """The incarnations that these replicas wait for: those that two names expect, where three names or more are there, because one alone could
+    keep all from meeting.
+    """
+    by_name = {(p.name, incarnation) for p in alike for incarnation in p.expects}
+    least = 2 if len({p.name for p in alike}) > 2 else 1
+    return {incarnation for incarnation, count in Counter(who for _, who in by_name).items() if count >= least}
 
 
 def _broken_links(members: Sequence[Presence]) -> set[frozenset[str]]:
