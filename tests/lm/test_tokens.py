@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import os
@@ -222,6 +223,15 @@ def test_text_in_utf16_needs_its_mark(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("thin wires".encode("utf-16-le"))
     with pytest.raises(UnicodeDecodeError):
         read(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.json.gz", "a.csv.gz"])
+def test_a_damaged_shard_in_a_folder_is_named_as_damaged(name: str, tmp_path: Path) -> None:
+    """Also one whose records are looked at before it is taken for text."""
+    (tmp_path / "b.txt").write_text("thin wires")
+    (tmp_path / name).write_bytes(gzip.compress(b'{"text": "thin wires"}\n')[:12])
+    with pytest.raises(DataError, match=rf"{name}.* a whole compressed file is needed"):
+        list(itertools.chain.from_iterable(pieces(source, "text") for source in find([tmp_path])))
 
 
 def test_what_is_not_read_in_a_folder_is_named(tmp_path: Path) -> None:
