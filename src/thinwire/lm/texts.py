@@ -242,7 +242,9 @@ class _Unpacked(io.RawIOBase):
         try:
             data = self._file.read(len(memoryview(buffer)))
         except Exception as error:  # each library has its own
-            raise _UnreadableError(f"{self._path}: {error}; a whole compressed file is needed. Download it again.") from error
+            raise _UnreadableError(
+                f"{self._path}: {error}; a whole compressed file is needed. Download it again."
+            ) from error
         self._left -= len(data)
         if self._left < 0:
             raise _UnreadableError(_EXPANDS.format(self._path))
