@@ -144,6 +144,9 @@ def losses(events: Path) -> list[float]:
     [
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "tcp://10.96.0.1:29500"}, "MASTER_PORT='tcp://10.96.0.1:29500' in"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29999999"}, "MASTER_PORT='29999999' in"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29 500"}, "MASTER_PORT='29 500' in"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "tcp://10.96.0.1:29500"}, "MASTER_ADDR='tcp://10.96.0.1:29500' in"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.96.0.1:29500"}, "MASTER_ADDR='10.96.0.1:29500' in"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' in"),
         ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 and WORLD_SIZE=2 in"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0' in"),
@@ -163,8 +166,8 @@ def test_variables_that_no_rank_can_have_are_named(
 
 
 def test_empty_variables_are_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.setenv(name, " " * name.startswith("MASTER"))
     assert launch.torchrun_place() is None and launch.local_rank() == 0 and launch.master() == ("127.0.0.1", 29500)
 
 

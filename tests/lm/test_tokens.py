@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,6 +224,39 @@ def test_text_in_utf16_needs_its_mark(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("thin wires".encode("utf-16-le"))
     with pytest.raises(UnicodeDecodeError):
         read(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.json.gz", "a.csv.gz"])
+def test_a_damaged_shard_in_a_folder_is_named_as_damaged(name: str, tmp_path: Path) -> None:
+    """Also one whose records are looked at before it is taken for text."""
+    (tmp_path / "b.txt").write_text("thin wires")
+    (tmp_path / name).write_bytes(gzip.compress(b'{"text": "thin wires"}\n')[:12])
+    with pytest.raises(DataError, match=rf"{name}.* a whole compressed file is needed"):
+        list(itertools.chain.from_iterable(pieces(source, "text") for source in find([tmp_path])))
+
+
+def test_folders_that_may_not_be_listed_or_entered_are_named() -> None:
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as top:  # root may do anything, and nobody may enter pytest's folders
+        Path(top).chmod(0o755)
+        (Path(top) / "a.txt").write_text("thin wires")
+        for name, mode in (("closed", 0), ("listed", 0o444)):
+            (Path(top) / name).mkdir()
+            (Path(top) / name / "b.txt").write_text("b")
+            (Path(top) / name).chmod(mode)
+        passed_over = PassedOver()
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            assert [source.name for source in find([top], passed_over=passed_over)] == ["a.txt"]
+        finally:
+            os.seteuid(user)
+            for name in ("closed", "listed"):
+                (Path(top) / name).chmod(0o700)
+    assert passed_over == {
+        "folder that cannot be read (Permission denied)": [Path(top) / "closed"],
+        "Permission denied": [Path(top) / "listed/b.txt"],
+    }
 
 
 def test_what_is_not_read_in_a_folder_is_named(tmp_path: Path) -> None:

@@ -73,10 +73,15 @@ def local_rank() -> int:
 
 
 def master() -> tuple[str, int]:
-    """Host and port of the store of all ranks."""
+    """Host and port of the store of all ranks. Raises `ConfigurationError` for variables that cannot name one."""
     port = _variable("MASTER_PORT", 29500, 1, 65535)
     assert port is not None, "it has a default"
-    return os.environ.get("MASTER_ADDR") or "127.0.0.1", port
+    host = os.environ.get("MASTER_ADDR", "").strip() or "127.0.0.1"
+    if re.search(r"[\s/]", host) or host.count(":") == 1:  # an address of IPv6 has two colons at least
+        raise ConfigurationError(
+            f"MASTER_ADDR={host!r} in the environment: a host name or an address is needed, without a port, which MASTER_PORT has. {_NOT_A_RANK}"
+        )
+    return host, port
 
 
 _NOT_A_RANK = "Start the ranks with torchrun, which sets them, or unset RANK and WORLD_SIZE to start all replicas here."

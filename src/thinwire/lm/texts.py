@@ -134,12 +134,15 @@ def _reason_to_pass_over(path: Path, column: str) -> str:
     try:
         found = path.stat()
     except OSError as error:
-        return f"link that leads nowhere ({error.strerror})" if path.is_symlink() else str(error.strerror)
+        # `Path.is_symlink` raises an error in a folder whose names may be read, but that may not be entered
+        return f"link that leads nowhere ({error.strerror})" if os.path.islink(path) else str(error.strerror)
     if not stat.S_ISREG(found.st_mode):
         return "pipe, socket or device"
     if kind == ".json" or kind in TABLES:  # often settings, which are no text
         try:
             next(pieces(_source(path, path.name), column), None)
+        except _UnreadableError:
+            return ""  # not for what it holds: reading it says what is wrong, as for any other file
         except (DataError, UnicodeDecodeError):
             return f"{kind} without text under {column!r}"
     return ""
@@ -158,6 +161,10 @@ def _kind(path: Path) -> tuple[str, str]:
 
 
 # Documents in a file
+
+
+class _UnreadableError(DataError):
+    """A file that cannot be opened or decompressed, whatever it holds."""
 
 
 def pieces(source: Source, column: str) -> Iterator[str | None]:
@@ -202,7 +209,7 @@ def _opened(source: Source, packed: str) -> Iterator[IO[str]]:
             with io.TextIOWrapper(raw, _MARKS.get(mark, "utf-8-sig"), newline="") as text:
                 yield text
     except OSError as error:
-        raise DataError(
+        raise _UnreadableError(
             f"{source.path}: {error.strerror or error}; a file that can be read is needed. Make it so, or leave it out."
         ) from error
 
@@ -236,10 +243,12 @@ class _Unpacked(io.RawIOBase):
         try:
             data = self._file.read(len(memoryview(buffer)))
         except Exception as error:  # each library has its own
-            raise DataError(f"{self._path}: {error}; a whole compressed file is needed. Download it again.") from error
+            raise _UnreadableError(
+                f"{self._path}: {error}; a whole compressed file is needed. Download it again."
+            ) from error
         self._left -= len(data)
         if self._left < 0:
-            raise DataError(_EXPANDS.format(self._path))
+            raise _UnreadableError(_EXPANDS.format(self._path))
         memoryview(buffer)[: len(data)] = data
         return len(data)
 
