@@ -154,6 +154,20 @@ def _source(path: Path, name: str) -> Source:
     return Source(path.absolute(), spelled, path.stat().st_size, path.stat().st_mtime_ns)
 
 
+def check_column(sources: Sequence[Source], column: str) -> None:
+    """Raise `DataError` for a `column` that none of `sources` can have. Plain text may be beside them, as a README is in many folders."""
+    if column == "text" or any(_has_columns(*_kind(source.path)) for source in sources):
+        return
+    raise DataError(
+        f"column={column!r}: {sources[0].path} is read as plain text{', and so are all others' * (len(sources) > 1)}; "
+        f"{', '.join((*LINES, '.json', *TABLES, *ARROW))} have columns. Convert it, or leave --column out."
+    )
+
+
+def _has_columns(kind: str, packed: str) -> bool:
+    return kind in (*LINES, ".json", *TABLES) or (kind in ARROW and not packed)
+
+
 def _kind(path: Path) -> tuple[str, str]:
     """The suffix that says what a file holds, and the one of its compression."""
     suffixes = ["", "", *(suffix.lower() for suffix in path.suffixes)]
@@ -185,11 +199,6 @@ def pieces(source: Source, column: str) -> Iterator[str | None]:
                 yield from _slices(_text_of(record, where, column))
                 yield None
             return
-        if column != "text":
-            raise DataError(
-                f"column={column!r}: {source.path} is read as plain text; {', '.join((*LINES, '.json', *TABLES, *ARROW))} have columns. "
-                "Convert it, or leave --column out."
-            )
         while piece := file.read(CHUNK_CHARACTERS):
             piece += file.readline(CHUNK_CHARACTERS)  # to the end of a line, so that no word is cut
             if "\0" in piece:  # UTF-16 without its mark, or no text at all
