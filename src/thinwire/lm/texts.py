@@ -135,7 +135,8 @@ def _reason_to_pass_over(path: Path, column: str) -> str:
         found = path.stat()
     except OSError as error:
         # `Path.is_symlink` raises an error in a folder whose names may be read, but that may not be entered
-        return f"link that leads nowhere ({error.strerror})" if os.path.islink(path) else str(error.strerror)
+        linked = os.path.islink(path)  # noqa: PTH114
+        return f"link that leads nowhere ({error.strerror})" if linked else str(error.strerror)
     if not stat.S_ISREG(found.st_mode):
         return "pipe, socket or device"
     if kind == ".json" or kind in TABLES:  # often settings, which are no text
