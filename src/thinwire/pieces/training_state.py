@@ -92,7 +92,8 @@ def restore_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's own state dict, and its classes. Raises `CheckpointError` if the state dict loses an entry."""
     count = len(parameters_of(optimizer))
-    for key in optimizer.state:
+    keys: Iterable[Any] = optimizer.state
+    for key in keys:
         if type(key) is int and 0 <= key < count:
             raise CheckpointError(
                 f"optimizer.state[{key}] belongs to no parameter, and its key stands for parameter {key} in a state dict, so one of them would be "
@@ -191,8 +192,9 @@ def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
     for entry in optimizer.state.values():
         if isinstance(entry, dict):
             entry.update({key: _uncovered(value) for key, value in entry.items()})
-    for number, parameter in enumerate(parameters_of(optimizer)) if isinstance(entries, Mapping) else ():
-        state, held = optimizer.state.get(parameter), entries.get(number)
+    held_of: Mapping[Any, Any] = entries if isinstance(entries, Mapping) else {}
+    for number, parameter in enumerate(parameters_of(optimizer) if held_of else ()):
+        state, held = optimizer.state.get(parameter), held_of.get(number)
         _keep_entries(state, held)
         if type(state) is dict and isinstance(held, dict) and type(held) is not dict:
             held.clear()
