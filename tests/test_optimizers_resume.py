@@ -5,11 +5,18 @@ torch's own and constructed shapes of state run always. The table from the regis
 
 from __future__ import annotations
 
+import collections
 import functools
+import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,6 +92,11 @@ class Counting(torch.optim.SGD):
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "count"})
 
 
+class Shape(NamedTuple):
+    first: int
+    second: int
+
+
 class Preconditioner:
     def __init__(self):
         self.seen, self.factors = 0, [torch.eye(2), torch.zeros(0)]
@@ -131,6 +143,31 @@ class Shared(torch.optim.SGD):
         return super().step(closure)
 
 
+class Typed(torch.optim.SGD):
+    """Values in the state that torch's `load_state_dict` makes anew from their elements, and parameters as keys in a group."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            seen = group.setdefault("seen", {})
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p] = collections.OrderedDict(
+                        mode="fast",
+                        last=collections.deque(maxlen=3),
+                        counts=collections.defaultdict(int),
+                        shape=Shape(*p.shape[:1], 2),
+                        inside=[{"array": np.ones(2)}],
+                    )
+                state, seen[p] = self.state[p], seen.get(p, 0) + 1
+                state["last"].append(seen[p])
+                state["counts"][seen[p]] += 1
+                state["inside"][0]["array"] += 1
+                state.move_to_end("mode")
+                assert state["mode"] == "fast" and state["shape"].second == 2
+                group["lr"] = 0.001 * (sum(state["last"]) + len(state["counts"]) + state["inside"][0]["array"][0])
+        return super().step(closure)
+
+
 class InFp32(torch.optim.Optimizer):
     """fp32 moments of bf16 weights, which torch's `load_state_dict` would round."""
 
@@ -151,6 +188,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "numbers beside the state": lambda m: Counting(m.parameters(), lr=0.1, momentum=0.9),
     "shared": Shared,
     "objects, views": lambda m: Nested(m.parameters(), lr=0.1, momentum=0.9),
+    "values of other types": lambda m: Typed(m.parameters(), lr=0.1),
     "tensors in groups": lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.01), betas=(0.9, 0.99)),
     "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1),
 }
@@ -177,6 +215,69 @@ def test_optimizers_of_torch_and_of_users_resume_bit_for_bit(name, tmp_path):
     resumes(SHAPES[name], tmp_path)
 
 
+IN_A_NEW_PROCESS = ("shared", "objects, views", "tensors in groups", "LBFGS")
+_RESUME = "import importlib, json, sys; print(json.dumps(importlib.import_module(sys.argv[1]).resumed_in(sys.argv[2])))"
+
+
+def resumed_in(folder: str) -> dict[str, list[float]]:
+    """The weights at the end of runs that are resumed from `folder`/NAME."""
+    ends = {}
+    for name in IN_A_NEW_PROCESS:
+        (model,) = tw.run_threads(1, functools.partial(train, SHAPES[name], Path(folder, name), STEPS), timeout=600.0)
+        ends[name] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    return ends
+
+
+def test_a_new_process_resumes_bit_for_bit(tmp_path):
+    for name in IN_A_NEW_PROCESS:
+        with pytest.raises(Killed):
+            tw.run_threads(1, functools.partial(train, SHAPES[name], tmp_path / name, SAVED), timeout=600.0)
+    done = subprocess.run(
+        [sys.executable, "-c", _RESUME, __name__, tmp_path],  # by the same name: that of a class is its module's
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == resumed_in(str(tmp_path / "never saved"))
+
+
+def test_states_of_data_loaders_and_metrics_are_notes_with_their_types(tmp_path):
+    """A loader goes on within its epoch, and metrics, a scheduler and a list within them as if nothing had been saved."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install torchdata")
+    metrics = pytest.importorskip("torchmetrics", reason="pip install torchmetrics")
+
+    def replica(group, folder, steps):
+        model, data = nn.Linear(4, 2, bias=False), torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+        nn.init.eye_(model.weight)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = loaders.StatefulDataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+        of = metrics.MetricCollection({"all": metrics.CatMetric(), "mean": metrics.MeanMetric()})
+        of.persistent()
+        parts = {"loader": loader, "of": of, "rate": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS)}
+        with tw.Replica(tw.local_sgd(every=4), model, optimizer, group) as at:
+            if saved := checkpoint.newest(folder)[0]:
+                checkpoint.load(saved, at)
+                for name, part in parts.items():
+                    part.load_state_dict(saved.manifest["notes"][name])
+            for x in loader:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                parts["rate"].step()
+                of.update(x.sum())
+                if at.step == steps:
+                    break
+            if steps < STEPS:
+                checkpoint.save(folder, at, {name: part.state_dict() for name, part in parts.items()})
+        return model.weight.tolist(), {name: value.tolist() for name, value in of.compute().items()}
+
+    (through,) = tw.run_threads(1, lambda group: replica(group, tmp_path / "none", STEPS))
+    tw.run_threads(1, lambda group: replica(group, tmp_path, SAVED))
+    (resumed,) = tw.run_threads(1, lambda group: replica(group, tmp_path, STEPS))
+    assert resumed == through and len(through[1]["all"]) == STEPS
+
+
 def test_fp32_moments_of_bf16_weights_are_not_rounded_by_the_resume(tmp_path):
     def make(model):
         return InFp32(model.parameters())
@@ -198,10 +299,29 @@ def test_fp32_moments_of_bf16_weights_are_not_rounded_by_the_resume(tmp_path):
     assert got.dtype == torch.float32 and torch.equal(due, got)
 
 
+class Colliding(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state[0] = {"steps": 1}
+        return super().step(closure)
+
+
 class Hooked(torch.optim.SGD):
     def step(self, closure=None):
         self.state[self.param_groups[0]["params"][0]]["hook"] = lambda: 1
         return super().step(closure)
+
+
+def test_an_entry_that_the_state_dict_would_lose_is_refused(tmp_path):
+    def replica(group):
+        model = nn.Linear(2, 1)
+        optimizer = Colliding(model.parameters(), lr=0.1, momentum=0.9)
+        with tw.Replica(tw.local_sgd(every=2), model, optimizer, group, observer=lambda *_, **__: None) as at:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            with pytest.raises(tw.CheckpointError, match=r"optimizer.state\[0\] belongs to no parameter"):
+                checkpoint.save(tmp_path, at, {})
+
+    tw.run_threads(1, replica)
 
 
 def test_what_no_checkpoint_can_hold_is_named_after_the_first_step(tmp_path):

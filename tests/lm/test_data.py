@@ -174,6 +174,17 @@ def test_a_file_that_cannot_be_read_is_named(text: Path, tmp_path: Path, monkeyp
         Corpus.open([text], cache=tmp_path / "cache")
 
 
+def test_a_column_is_of_the_records_beside_plain_text(tmp_path: Path) -> None:
+    """As in many folders of data, which have a README; a column that no file can have is refused."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/README.md").write_text("thin wires\n" * 100)
+    with pytest.raises(DataError, match=r"column='body': .*README.md is read as plain text; .jsonl, .* have columns"):
+        Corpus.open([tmp_path / "text"], cache=tmp_path / "cache", column="body")
+    (tmp_path / "text/a.jsonl").write_text(json.dumps({"body": "thick wires"}) + "\n")
+    corpus = Corpus.open([tmp_path / "text"], cache=tmp_path / "cache", column="body")
+    assert corpus.manifest.nbytes == 100 * len("thin wires\n") + len("thick wires") + 2  # and the ends of two documents
+
+
 def test_a_single_file_holds_out_its_end(counted: Corpus) -> None:
     assert counted.manifest.tokens == 6001
     assert counted.manifest.training_tokens == 6001 - 300

@@ -117,13 +117,6 @@ def test_a_file_of_text_comes_back_whole_in_pieces_of_bounded_size(tmp_path: Pat
     assert (found[0] or "").endswith("\n")
 
 
-def test_a_column_of_a_file_that_is_read_as_plain_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_text("thin wires\n" * 100)
-    with pytest.raises(DataError, match=r"column='body': .*a.log is read as plain text; .jsonl, .* have columns"):
-        read(tmp_path / "a.log", "body")
-    assert read(tmp_path / "a.log") == ["thin wires\n" * 100, None]
-
-
 def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "id": 1}\n\n{"text": "t\\u00fc\\ud800"}\n')

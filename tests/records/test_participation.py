@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from thinwire.cli.summary import exit_code_of, without_result
+from thinwire.records.losses import useless
 from thinwire.records.participation import (
     MembershipLog,
     Participation,
     RoundSeen,
     Steps,
     explained_steps,
+    jumped_by_all,
     merge_rounds,
     numbers,
     session_begins,
@@ -117,6 +120,41 @@ def test_steps_trained_jumped_and_counted_are_reported_separately(folder: Path, 
     assert (
         "Jumped steps were not trained by that replica" in page and "replica-1 20 trained, 10 jumped, 0 counted" in page
     )
+
+
+@pytest.mark.parametrize(
+    ("members", "first", "rounds", "jumped"),
+    [
+        ("here", 1, 2, True),  # all jumped from step 3 to the last one
+        ("elsewhere", 1, 2, True),  # the others, too: of so many steps there would have been more rounds
+        ("elsewhere", 1, 40, False),  # a slow member, or one that was away
+        ("elsewhere", 90, 45, False),  # one that came late
+    ],
+)
+def test_a_run_that_was_mostly_jumped_is_not_finished(
+    tmp_path: Path, start: Start, write_events: Write, members: str, first: int, rounds: int, jumped: bool
+) -> None:
+    """100 steps, a round of 4 fragments at every second one."""
+    names = ALL if members == "here" else ALL[:1]
+    for index, name in enumerate(names):
+        begun = start(index, 3, carrier="elastic", fragments=[{"name": f"{i}", "parameters": 9} for i in range(4)])
+        begun["run"] = {"made_of": {"every": 8}}
+        trained = [*range(first, first + 3), *range(96 if rounds < 40 else 60, 101)][: 8 if rounds < 40 else None]
+        lines = [step(number, float(second)) for second, number in enumerate(dict.fromkeys(trained))]
+        ended = end() | {"step": 100, "seconds": 60.0}
+        write_events(tmp_path / f"run/events/{name}.jsonl", [begun, *lines, told(rounds, 59.0, ALL), ended])
+    record = RunRecord.load(tmp_path / "run")
+    assert record.status.startswith("jumped") == jumped and useless(record.status) == jumped
+    assert bool(without_result([record])) == jumped and exit_code_of(record.status) == jumped
+
+
+def test_no_step_is_jumped_that_any_replica_trained() -> None:
+    one, two = Steps("a"), Steps("b")
+    for steps, trained in ((one, [1, 2, 3, 11, 12]), (two, [1, 6, 7])):
+        for at in trained:
+            steps.take({"event": "step", "step": at})
+    assert jumped_by_all([one, two]) == 2 + 3  # 4 and 5, 8 to 10
+    assert jumped_by_all([one]) == 7 and jumped_by_all([]) == 0
 
 
 def test_steps_are_counted_by_fragment_and_again_from_the_checkpoint_after_a_restart() -> None:

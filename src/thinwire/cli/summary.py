@@ -11,7 +11,7 @@ from typing import Any
 
 from thinwire.lm.meeting import PATHS
 from thinwire.lm.settings import NAMED, recipe_name
-from thinwire.records.losses import DIVERGED, NO_RESULT, for_json, useless
+from thinwire.records.losses import DIVERGED, JUMPED, NO_RESULT, for_json, useless
 from thinwire.records.printable import quoted
 from thinwire.records.run_record import RunRecord
 
@@ -23,11 +23,13 @@ WEIGHABLE = (*WITH_SLOW, "async_local_sgd", "halos")
 
 
 def without_result(records: Sequence[RunRecord]) -> str:
-    """What is wrong with finished runs of one model that have no result or have diverged, and what to do; empty for none."""
+    """What is wrong with finished runs of one model that have no result, have diverged or were mostly jumped over, and what to do; empty for none."""
     lost = {str(record.folder): record for record in records if useless(record.status)}
     if not lost:
         return ""
     each = "; ".join(f"{folder}: {record.status.removeprefix(f'{NO_RESULT}: ')}" for folder, record in lost.items())
+    if all(record.status.startswith(JUMPED) for record in lost.values()):
+        return f"{each}, because of what a member said about its step. Look who was named (thinwire report), and train again without it."
     look = "evaluate(model), the data and the loss" if records[0].settings.get("job") else "the data"
     return f"{each}, so there is no model that can be used. Check {look}, or train with a lower --lr."
 

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from thinwire.data_ledger import Order, part_of
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.lm.texts import SUFFIXES, PassedOver, Source, find, pieces, standard_library
+from thinwire.lm.texts import SUFFIXES, PassedOver, Source, check_column, find, pieces, standard_library
 from thinwire.lm.tokens import BPE, Bytes, Tokenizer, dtype_of
 from thinwire.records.files import UNSUPPORTED, contents, flush, lock, parsed
 from thinwire.rng import derive
@@ -284,6 +284,7 @@ class Corpus:
                 f"{name}: no text (files found: {len(sources)}; passed over: {_text_of(passed_over)}); files that are not empty are needed, "
                 f"in {', '.join(SUFFIXES)}."
             )
+        check_column(sources, column)
         recipe = (FORMAT, tokenizer.fingerprint, column, held_out_share, *map(dataclasses.astuple, sources))
         key = hashlib.blake2b(repr(recipe).encode(), digest_size=12).hexdigest()
         folder = Path(cache or default_cache()) / f"tokens-{key}"

@@ -135,7 +135,8 @@ def _reason_to_pass_over(path: Path, column: str) -> str:
         found = path.stat()
     except OSError as error:
         # `Path.is_symlink` raises an error in a folder whose names may be read, but that may not be entered
-        return f"link that leads nowhere ({error.strerror})" if os.path.islink(path) else str(error.strerror)  # noqa: PTH114
+        linked = os.path.islink(path)  # noqa: PTH114
+        return f"link that leads nowhere ({error.strerror})" if linked else str(error.strerror)
     if not stat.S_ISREG(found.st_mode):
         return "pipe, socket or device"
     if kind == ".json" or kind in TABLES:  # often settings, which are no text
@@ -152,6 +153,20 @@ def _source(path: Path, name: str) -> Source:
     # absolute, not resolved: a link into a store of blobs would lose its suffix. Bytes of the name that are not UTF-8 are spelled out.
     spelled = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return Source(path.absolute(), spelled, path.stat().st_size, path.stat().st_mtime_ns)
+
+
+def check_column(sources: Sequence[Source], column: str) -> None:
+    """Raise `DataError` for a `column` that none of `sources` can have. Plain text may be beside them, as a README is in many folders."""
+    if column == "text" or any(_has_columns(*_kind(source.path)) for source in sources):
+        return
+    raise DataError(
+        f"column={column!r}: {sources[0].path} is read as plain text{', and so are all others' * (len(sources) > 1)}; "
+        f"{', '.join((*LINES, '.json', *TABLES, *ARROW))} have columns. Convert it, or leave --column out."
+    )
+
+
+def _has_columns(kind: str, packed: str) -> bool:
+    return kind in (*LINES, ".json", *TABLES) or (kind in ARROW and not packed)
 
 
 def _kind(path: Path) -> tuple[str, str]:
@@ -185,11 +200,6 @@ def pieces(source: Source, column: str) -> Iterator[str | None]:
                 yield from _slices(_text_of(record, where, column))
                 yield None
             return
-        if column != "text":
-            raise DataError(
-                f"column={column!r}: {source.path} is read as plain text; {', '.join((*LINES, '.json', *TABLES, *ARROW))} have columns. "
-                "Convert it, or leave --column out."
-            )
         while piece := file.read(CHUNK_CHARACTERS):
             piece += file.readline(CHUNK_CHARACTERS)  # to the end of a line, so that no word is cut
             if "\0" in piece:  # UTF-16 without its mark, or no text at all

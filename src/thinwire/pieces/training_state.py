@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,15 @@ def restore_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's own state dict, and its classes."""
+    """The optimizer's own state dict, and its classes. Raises `CheckpointError` if the state dict loses an entry."""
+    count = len(parameters_of(optimizer))
+    keys: Iterable[Any] = optimizer.state
+    for key in keys:
+        if type(key) is int and 0 <= key < count:
+            raise CheckpointError(
+                f"optimizer.state[{key}] belongs to no parameter, and its key stands for parameter {key} in a state dict, so one of them would be "
+                "lost; take a key that is no number."
+            )
     return {"classes": _classes(optimizer), "state": optimizer.state_dict()}
 
 
@@ -121,7 +129,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
     """
     check_optimizer_class(optimizer, saved["classes"])
     try:
-        optimizer.load_state_dict(saved["state"])
+        optimizer.load_state_dict(_covered_state(saved["state"]))
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the state of {_names(_classes(optimizer))} in the checkpoint does not fit the given one ({type(error).__name__}: {error}); resume "
@@ -130,24 +138,75 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
     _keep_values(optimizer, saved["state"])
 
 
+class _Covered:
+    """Stands for a value that torch's `load_state_dict` would make anew from its elements, and so change or fail to make."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _covered_state(saved: Any) -> Any:
+    """The state dict `saved` with a `_Covered` for each such value in its entries of parameters."""
+    if not isinstance(saved, dict):
+        return saved
+    if isinstance(parts := saved.get("parts"), list):
+        return {**saved, "parts": [_covered_state(part) for part in parts]}
+    entries = saved.get("state")
+    if not isinstance(entries, dict):
+        return saved
+    # entries without a number belong to no parameter, and torch leaves them as they are
+    state = {
+        key: {name: _covered(value) for name, value in entry.items()}
+        if type(key) is int and isinstance(entry, dict)
+        else entry
+        for key, entry in entries.items()
+    }
+    return {**saved, "state": state}
+
+
+def _covered(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _covered(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_covered, value))
+    return _Covered(value) if isinstance(value, Iterable) and not isinstance(value, Tensor) else value
+
+
+def _uncovered(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _uncovered(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_uncovered, value))
+    return value.value if isinstance(value, _Covered) else value
+
+
 def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Undo what torch's `load_state_dict` does beyond placing values: fp32 moments of bf16 weights would be rounded, and what stands in several
-    places of the state would become several.
+    """Undo what torch's `load_state_dict` does beyond placing values: fp32 moments of bf16 weights would be rounded, what stands in several
+    places of the state would become several, and dicts of other types plain ones.
     """
     if "parts" in saved:
         for part, own in zip(getattr(optimizer, "parts", ()), saved["parts"]):
             _keep_values(part, own)
         return
     entries, groups = saved.get("state"), saved.get("param_groups")
-    pairs: list[tuple[Any, Any]] = (
-        [(optimizer.state.get(p), entries.get(n)) for n, p in enumerate(parameters_of(optimizer))]
-        if isinstance(entries, Mapping)
-        else []
-    )
-    pairs += zip(optimizer.param_groups, groups) if isinstance(groups, list) else []
-    for state, held in pairs:
-        if isinstance(state, dict) and isinstance(held, Mapping):
-            state.update({key: _value(state[key], held[key]) for key in state.keys() & held.keys() - {"params"}})
+    for entry in optimizer.state.values():
+        if isinstance(entry, dict):
+            entry.update({key: _uncovered(value) for key, value in entry.items()})
+    held_of: Mapping[Any, Any] = entries if isinstance(entries, Mapping) else {}
+    for number, parameter in enumerate(parameters_of(optimizer) if held_of else ()):
+        state, held = optimizer.state.get(parameter), held_of.get(number)
+        _keep_entries(state, held)
+        if type(state) is dict and isinstance(held, dict) and type(held) is not dict:
+            held.clear()
+            held.update(state)
+            optimizer.state[parameter] = held
+    for group, held in zip(optimizer.param_groups, groups) if isinstance(groups, list) else ():
+        _keep_entries(group, held)
+
+
+def _keep_entries(now: Any, saved: Any) -> None:
+    if isinstance(now, dict) and isinstance(saved, Mapping):
+        now.update({key: _value(now[key], saved[key]) for key in now.keys() & saved.keys() - {"params"}})
 
 
 def _value(now: Any, saved: Any) -> Any:
@@ -166,7 +225,13 @@ def _alike(now: Any, saved: Any) -> bool:
     if isinstance(now, list | tuple):
         return len(now) == len(saved) and all(map(_alike, now, saved))
     if isinstance(now, dict):
-        return now.keys() == saved.keys() and all(_alike(now[key], saved[key]) for key in now)
+        if now.keys() == saved.keys():
+            return all(_alike(now[key], saved[key]) for key in now)
+        # torch copies the groups, with parameters that are keys in them
+        return len(now) == len(saved) and all(
+            isinstance(one, Tensor) and _alike(one, other) and _alike(now[one], saved[other])
+            for one, other in zip(now, saved)
+        )
     return True
 
 

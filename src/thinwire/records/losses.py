@@ -18,6 +18,7 @@ DIVERGED = "diverged"  # the status of a run that did all its steps, and whose m
 WORSE_THAN_BEST, CONVERGED = 10.0, 0.01  # factors, see `outcome`
 LEAST_LOSS = 1e-6  # a smaller loss of a first step is rounding, as of policies that are still equal
 ABOVE_UNIFORM = 1.0  # nats; measured for untrained models: 0.61 (nano, 256 tokens)
+JUMPED = "jumped"  # the status of an elastic run that came to its last step, and most of whose steps nobody trained
 NO_RESULT = "no result"  # the status of a run that did all its steps, and whose last evaluation is not finite
 
 
@@ -59,8 +60,8 @@ def outcome(
 
 
 def useless(status: str) -> bool:
-    """Whether a run with this status took all its steps and has no model that can be used."""
-    return status.startswith((NO_RESULT, DIVERGED))
+    """Whether a run with this status came to its last step and has no model that can be used."""
+    return status.startswith((NO_RESULT, DIVERGED, JUMPED))
 
 
 def _divergence(

@@ -62,6 +62,7 @@ class Steps:
         self._own, self._done = 0, Counter[int]()
         self._saved: tuple[int, Counter[int]] = 0, Counter()
         self._departed, self._counted = Counter[int](), Counter[int]()
+        self.jumps: list[tuple[int, int]] = []  # the step before each jump, and its last step
 
     @property
     def jumped(self) -> int:
@@ -95,7 +96,26 @@ class Steps:
             self._departed[fragment] = 0
             self._saved[1][fragment] = self._saved[0]
         if kind in ("step", "back", "end"):
+            begin = step - steps_in(event) if kind == "step" else step
+            branched = kind == "back" and event["path"] and not self.trained  # from a checkpoint of another folder
+            if begin > self.at and not branched:
+                self.jumps.append((self.at, begin))
             self.at = max(self.at, step)
+
+
+def jumped_by_all(each: Sequence[Steps]) -> int:
+    """The steps that none of these replicas trained."""
+    if not each:
+        return 0
+    last = max(steps.at for steps in each)
+    edges = [
+        edge for steps in each for begin, end in [*steps.jumps, (steps.at, last)] for edge in ((begin, 1), (end, -1))
+    ]
+    count, before, alone = 0, 0, 0
+    for at, change in sorted(edges):
+        alone += (at - before) * (count == len(each))
+        count, before = count + change, at
+    return alone
 
 
 def text_of_steps(each: Sequence[Steps]) -> str:

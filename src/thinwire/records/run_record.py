@@ -16,8 +16,16 @@ from thinwire.records.clocks import Offset
 from thinwire.records.events import event_files
 from thinwire.records.files import contents, parsed
 from thinwire.records.fragments import fragments_of
-from thinwire.records.losses import named_losses, outcome, useless
-from thinwire.records.participation import CARRIER, Participation, Steps, how_many, merge_rounds, numbers
+from thinwire.records.losses import JUMPED, named_losses, outcome, useless
+from thinwire.records.participation import (
+    CARRIER,
+    Participation,
+    Steps,
+    how_many,
+    jumped_by_all,
+    merge_rounds,
+    numbers,
+)
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord
 from thinwire.records.run_file import read_run_file
 from thinwire.records.samples import samples_of, text_of_samples
@@ -38,7 +46,9 @@ class RunRecord:
     settings: Mapping[str, Any]
     replicas: tuple[ReplicaRecord, ...]
     summary: Summary
-    status: str  # "finished", "no result: why", "diverged: why", "stopped: why" or "still running or killed"
+    status: (
+        str  # "finished", "no result: why", "diverged: why", "jumped: why", "stopped: why" or "still running or killed"
+    )
     remarks: tuple[str, ...]
 
     @classmethod
@@ -230,7 +240,28 @@ def _status(replicas: Sequence[ReplicaRecord]) -> str:
     reasons = [replica.stopped for replica in replicas if replica.stopped is not None]
     if reasons and not (_elastic(replicas) and _ended(replicas)):
         return f"stopped: {reasons[0]}"
-    return "finished" if _ended(replicas) else "still running or killed"
+    return (_jump(replicas) or "finished") if _ended(replicas) else "still running or killed"
+
+
+def _jump(replicas: Sequence[ReplicaRecord]) -> str:
+    """The status of an elastic run of whose steps most were trained by nobody, as after a false word about the others' step; "" for others.
+
+    A replica that joined late, or is slow, jumps over steps that replicas with logs elsewhere trained: their rounds account for these.
+    """
+    steps = [replica.steps for replica in replicas] if _elastic(replicas) else []
+    last, alone = max((each.at for each in steps), default=0), jumped_by_all(steps)
+    if 2 * alone <= last:
+        return ""
+    here, start = {replica.called for replica in replicas}, replicas[0].start
+    seen = [each for replica in replicas for each in replica.rounds]
+    if any(not here.issuperset(each.members) for each in seen):
+        run = start["run"] if isinstance(start["run"], dict) else {}
+        made_of = run.get("made_of")
+        every = number(made_of.get("every")) if isinstance(made_of, dict) else math.nan
+        rounds = max(each.number for each in seen)
+        if not 2 * rounds * every < last * max(1, len(fragments_of(start))):  # also if nobody knows
+            return ""
+    return f"{JUMPED}: {alone:,} of {last:,} steps were trained by nobody"
 
 
 def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, list[str]]:
