@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 from provenance import provenance, save
 
-from thinwire.cli import main as thinwire
-from thinwire.methods import codistill
-from thinwire.records.run_record import RunRecord
+from thinwire.app.cli import main as thinwire
+from thinwire.app.records.run_record import RunRecord
+from thinwire.lab.methods import codistill
 
 MODELS = ("tiny", "2m", "mini")
 SEQUENCE, BATCH, PROBE = 64, 4, 128

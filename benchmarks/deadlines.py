@@ -25,17 +25,17 @@ import torch
 from provenance import provenance, save
 
 import thinwire as tw
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.setup import learning_rate, make_model
+from thinwire.app.trainer.tokenizer import open_corpus
 from thinwire.codecs import E3M0, Int, Levelled, Sign
 from thinwire.comm.rates import RateTrace
-from thinwire.lm.run import Run
-from thinwire.lm.setup import learning_rate, make_model
-from thinwire.lm.tokenizer import open_corpus
+from thinwire.drivers.fragment import RoundUpdate
+from thinwire.drivers.rounds import RoundPipeline
+from thinwire.lab.codecs.deadlines import Deadlines
+from thinwire.lab.simulate.deadlines import Choose, Played, fixed, observed, oracle, play
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.schedule import Staggered
-from thinwire.runtime.deadlines import Deadlines
-from thinwire.runtime.fragment_state import RoundUpdate
-from thinwire.runtime.pipeline import RoundPipeline
-from thinwire.simulate.deadlines import Choose, Played, fixed, observed, oracle, play
 
 SKIPS = 2
 LEVELS = Levelled((Int(8), E3M0(32), Sign(block=512)), skips=SKIPS)

@@ -21,8 +21,8 @@ from pathlib import Path
 from provenance import provenance, save
 from quality import compared, shown
 
-from thinwire.lm.run import LR, Run
-from thinwire.methods import METHODS
+from thinwire.app.trainer.run import LR, Run
+from thinwire.lab.methods import METHODS
 from thinwire.recipes import RECIPES
 from thinwire.recipes.gradients import SGD_RATE
 

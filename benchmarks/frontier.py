@@ -17,7 +17,7 @@ from pathlib import Path
 from provenance import provenance, save
 from quality import SETTINGS, compared, shown
 
-from thinwire.lm.run import Run
+from thinwire.app.trainer.run import Run
 
 COMPOSITIONS = {
     "data_parallel": "data_parallel",

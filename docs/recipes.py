@@ -22,16 +22,16 @@ from typing import Any
 import torch
 
 from thinwire import Strategy
-from thinwire.decoupled.method import DECOUPLED, Decoupled
-from thinwire.decoupled.pairs import AcceleratedPairs, Pairs
-from thinwire.decoupled.sampled import Plexus
-from thinwire.decoupled.sites import Halos
-from thinwire.lm.model import SIZES, Transformer
-from thinwire.methods import CODISTILL, METHODS, Averaged, Codistill, ControlVariates, Flasc, Method
+from thinwire.app.plan.memory import kept_nbytes
+from thinwire.app.trainer.model import SIZES, Transformer
+from thinwire.drivers.unequal.method import DECOUPLED, Decoupled
+from thinwire.lab.methods import CODISTILL, METHODS, Averaged, Codistill, ControlVariates, Flasc, Method
+from thinwire.lab.pairs.method import AcceleratedPairs, Pairs
+from thinwire.lab.samples.method import Plexus
+from thinwire.lab.sites.method import Halos
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Adaptive
-from thinwire.plan.memory import kept_nbytes
 from thinwire.recipes import RECIPES
 from thinwire.strategy import Gradients
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import recipes
 
+from thinwire.app.report.charts import ChartState, colour
+from thinwire.app.report.svg import drawing
 from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.comm import parse_link
-from thinwire.report.charts import ChartState, colour
-from thinwire.report.svg import drawing
 
 ROOT = Path(__file__).parents[1]
 PAGES = (

@@ -2,6 +2,6 @@
 
 import sys
 
-from thinwire.cli import main
+from thinwire.app.cli import main
 
 sys.exit(main())

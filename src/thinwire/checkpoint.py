@@ -39,8 +39,8 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import Group, gather
 from thinwire.errors import CheckpointError, PacketError
+from thinwire.files import contents, flush, open_regular, parsed, save_file
 from thinwire.pieces import training_state
-from thinwire.records.files import contents, flush, open_regular, parsed, save_file
 from thinwire.state_tree import Packed, pack, unpack
 from thinwire.version import __version__
 

@@ -5,6 +5,7 @@ All else is in modules, which are there after the same import: `tw.recipes` (the
 """
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, run_threads
+from thinwire.drivers.ddp_hook import GradientHook
 from thinwire.errors import (
     CheckpointError,
     ConfigurationError,
@@ -17,7 +18,6 @@ from thinwire.errors import (
     PeerError,
     ThinwireError,
 )
-from thinwire.methods.ddp_hook import GradientHook
 from thinwire.recipes.deltas import diloco, local_sgd
 from thinwire.recipes.gradients import data_parallel
 from thinwire.recipes.streaming import finetune, streaming_diloco, streaming_sign

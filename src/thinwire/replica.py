@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from thinwire import checkpoint
 from thinwire.comm.group import Group
 from thinwire.data_ledger import LeasedReader
-from thinwire.elastic.driver import elastic_driver
+from thinwire.drivers.base import Driver, Training, anchored
+from thinwire.drivers.claim import GroupClaim
+from thinwire.drivers.deltas import DeltaDriver
+from thinwire.drivers.elastic.driver import elastic_driver
+from thinwire.drivers.gradients import GradientDriver
+from thinwire.drivers.inner_steps import InnerSteps, as_one, optimizers_of
+from thinwire.drivers.loop_warnings import LoopWarnings, silent
+from thinwire.drivers.model_buffers import SharedBuffers
+from thinwire.drivers.module_state import export_state
+from thinwire.drivers.stateful import check_origin, owner, pack_state, unpack_state, with_origin
 from thinwire.errors import ConfigurationError
+from thinwire.lab.gossip.driver import GossipDriver
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.claim import GroupClaim
-from thinwire.runtime.delta_driver import DeltaDriver
-from thinwire.runtime.driver import Driver, Training, anchored
-from thinwire.runtime.gossip_driver import GossipDriver
-from thinwire.runtime.gradient_driver import GradientDriver
-from thinwire.runtime.inner_steps import InnerSteps, as_one, optimizers_of
-from thinwire.runtime.loop_warnings import LoopWarnings, silent
-from thinwire.runtime.model_buffers import SharedBuffers
-from thinwire.runtime.module_state import export_state
-from thinwire.runtime.stateful import check_origin, owner, pack_state, unpack_state, with_origin
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 

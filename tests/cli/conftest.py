@@ -17,7 +17,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def one_cache(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: cache)
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: cache)
     monkeypatch.chdir(tmp_path)
 
 

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from thinwire.cli import main
-from thinwire.lm.settings import DataSpec
-from thinwire.records.losses import outcome
-from thinwire.records.replica_record import Evaluations, smoothed
-from thinwire.report.replica_progress import ReplicaProgress
+from thinwire.app.cli import main
+from thinwire.app.records.losses import outcome
+from thinwire.app.records.replica_record import Evaluations, smoothed
+from thinwire.app.report.replica_progress import ReplicaProgress
+from thinwire.app.trainer.settings import DataSpec
 
 np = pytest.importorskip("numpy")
 

@@ -13,11 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from trained_runs import output_of
 
-from thinwire.cli import branch, export, main
+from thinwire.app.cli import export, main
+from thinwire.app.trainer.model import SIZES
+from thinwire.app.trainer.run import Run
 from thinwire.errors import CheckpointError
-from thinwire.lm.ensemble import Ensemble, Expert, sha256_of
-from thinwire.lm.model import SIZES
-from thinwire.lm.run import Run
+from thinwire.lab.cli import branch
+from thinwire.lab.experts.ensemble import Ensemble, Expert, sha256_of
 
 SMALL = ["--batch", "1", "--sequence", "16", "--eval-batches", "2", "--carrier", "threads", "--every", "2"]
 SMALL += ["--checkpoint-every", "0", "--eval-every", "4"]
@@ -30,7 +31,7 @@ def files(folder: Path) -> dict[Path, bytes]:
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     made = {"sums": "".join(f"{i} + {i} = {2 * i}\n" for i in range(2000)), "words": "a thin wire carries it\n" * 900}
     for name, text in made.items():

@@ -16,15 +16,15 @@ from namespaces import Namespaces, missing
 from rich.console import Console
 
 from thinwire import streaming_diloco
-from thinwire.cli import checks as machine
-from thinwire.cli import doctor
-from thinwire.cli.capacity import check_capacity, choose_defaults
+from thinwire.app.cli import checks as machine
+from thinwire.app.cli import doctor
+from thinwire.app.cli.capacity import check_capacity, choose_defaults
+from thinwire.app.trainer.place import device_of
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.setup import outline_model
 from thinwire.codecs import E3M0
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.lm.place import device_of
-from thinwire.lm.run import Run
-from thinwire.lm.setup import outline_model
 
 REASON = missing()
 
@@ -32,7 +32,7 @@ REASON = missing()
 @pytest.fixture
 def text(tmp_path, monkeypatch):
     """Enough text for a small run, and a cache below the test's folder."""
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     file = tmp_path / "text.txt"
     file.write_text("All that glisters is not gold. " * 4000)
     # tests/plan/test_links_and_machines.py measures it, in a process

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import main
-from thinwire.cli.docs import pages
-from thinwire.lm.run import OF_A_RUN, PART_OF, Run
-from thinwire.records.summary import Summary
-from thinwire.report.progress import COLUMNS
-from thinwire.report.top import _COLUMNS
+from thinwire.app.cli import main
+from thinwire.app.cli.docs import pages
+from thinwire.app.records.summary import Summary
+from thinwire.app.report.progress import COLUMNS
+from thinwire.app.report.top import _COLUMNS
+from thinwire.app.trainer.run import OF_A_RUN, PART_OF, Run
 
 JOB = """\
 import torch

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from trained_runs import SMALL, trained_run
 
-from thinwire.cli import main
-from thinwire.lm import watch
-from thinwire.records import events as events_module
-from thinwire.records.files import save_file
-from thinwire.records.run_record import RunRecord
+from thinwire.app.cli import main
+from thinwire.app.records import events as events_module
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.trainer import watch
+from thinwire.files import save_file
 
 pytestmark = pytest.mark.usefixtures("one_cache")
 

@@ -22,12 +22,13 @@ from rich.console import Console
 from run_folders import read_events
 from trained_runs import SMALL, trained_run
 
+from thinwire.app.cli import main
+from thinwire.app.records import events as events_module
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.trainer import texts
+from thinwire.app.trainer.run import Run
 from thinwire.checkpoint import read
-from thinwire.cli import main, simulate
-from thinwire.lm import texts
-from thinwire.lm.run import Run
-from thinwire.records import events as events_module
-from thinwire.records.run_record import RunRecord
+from thinwire.lab.cli import simulate
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b[1;1Hfake: all is well\n\x9b31m\u202e[/red]"
 
@@ -223,7 +224,7 @@ def test_a_terminal_escapes_all_control_characters_but_its_own(capsys: pytest.Ca
     from rich.table import Table
     from rich.text import Text
 
-    from thinwire.report.terminal import Terminal
+    from thinwire.app.report.terminal import Terminal
 
     table = Table("a")
     table.add_row(Text(ESCAPES))
@@ -355,7 +356,7 @@ def test_a_stopped_comparison_begins_no_other_run_and_marks_the_stopped_one(
 def test_a_signal_after_the_last_step_leaves_summary_and_report(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: None
 ) -> None:
-    from thinwire.cli import training
+    from thinwire.app.cli import training
 
     write = training.write_report
 
@@ -374,7 +375,7 @@ def test_a_signal_after_the_last_step_leaves_summary_and_report(
 def test_the_display_fits_narrow_terminals(trained: Path, width: int, columns: str) -> None:
     import io
 
-    from thinwire.report.progress import Progress
+    from thinwire.app.report.progress import Progress
 
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=width, height=40, color_system=None)

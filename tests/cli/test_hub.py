@@ -20,13 +20,13 @@ import pytest
 from group_laws import free_port
 from hub_process import HubProcess
 
-from thinwire.cli import join, main
-from thinwire.comm.secure import Hub, Token, admit
-from thinwire.comm.secure import join as meet
+from thinwire.app.cli import join, main
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.secure import run_of_hub
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.lm.run import Run
-from thinwire.lm.secure import run_of_hub
 from thinwire.membership.registry import MemberRegistry
+from thinwire.net import Hub, Token, admit
+from thinwire.net import join as meet
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=["text", "json"])
@@ -287,7 +287,7 @@ def test_one_signal_ends_a_replica_that_waits_for_the_others(
 
 def save_run(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Run:
     """Saves a run of two steps on a small text as `run.toml` of `folder`, where its tokens are kept too."""
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: folder / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: folder / "cache")
     (text := folder / "text.txt").write_text("a thin wire carries it\n" * 300)
     run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, **settings)
     run.save(folder / "run.toml")

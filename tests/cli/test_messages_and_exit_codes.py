@@ -9,9 +9,9 @@ import pytest
 from trained_runs import trained_run
 
 import thinwire
-from thinwire.cli import VERBS, main, report
+from thinwire.app.cli import VERBS, main, report
+from thinwire.app.trainer.run import Run
 from thinwire.errors import ConfigurationError
-from thinwire.lm.run import Run
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_wrong_arguments_are_an_error_of_one_line(
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("All that glisters is not gold. " * 4000)
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     if {"--resume", "--model"} & {*arguments}:
         arguments = [*arguments, "--text", str(text)]
     assert main(arguments) in (1, 2)
@@ -206,7 +206,7 @@ def test_compare_gives_each_strategy_the_settings_it_takes() -> None:
 def test_compare_refuses_a_folder_that_cannot_be_made_once_and_before_it_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     (tmp_path / "file").write_text("All that glisters is not gold. " * 4000)
     text, out = ["--text", str(tmp_path / "file")], tmp_path / "file"
     assert main(["compare", "--strategies", "diloco", "--model", "nano", *text, "--out", str(out)]) == 1
@@ -235,8 +235,8 @@ def test_checkpoints_that_cannot_be_deleted_are_not_told_as_deleted(
 def test_probe_looks_at_out_before_it_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.records.files.os.access", lambda place, mode: False)
-    monkeypatch.setattr("thinwire.cli.probe.probe_machine", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr("thinwire.files.os.access", lambda place, mode: False)
+    monkeypatch.setattr("thinwire.app.cli.probe.probe_machine", lambda *_: pytest.fail("it measures"))
     assert main(["probe", "--what", "machine", "--out", str(tmp_path)]) == 1
     assert f"thinwire probe: {tmp_path}: Permission denied" in capsys.readouterr().err
 
@@ -244,7 +244,7 @@ def test_probe_looks_at_out_before_it_measures(
 def test_resuming_a_finished_run_trains_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     text, folder = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("All that glisters is not gold. " * 4000)
     small = ["--text", str(text), "--model", "nano", "--batch", "1", "--sequence", "16", "--carrier", "threads"]

@@ -19,7 +19,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 
 def without(package: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs `thinwire` in a process of its own, whose imports of `package` fail."""
-    code = f"import sys; sys.modules[{package!r}] = None; from thinwire.cli import main; sys.exit(main())"
+    code = f"import sys; sys.modules[{package!r}] = None; from thinwire.app.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from thinwire.cli import main, options
+from thinwire.app.cli import main, options
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def test_a_page_is_found_by_its_name_and_as_links_write_it(page: str, capsys: py
 
 
 def test_a_value_may_begin_with_a_hyphen_and_words_after_two_hyphens_are_no_options() -> None:
-    from thinwire.cli.sample import Options
+    from thinwire.app.cli.sample import Options
 
     asked = options.ask(Options, "thinwire sample", ["runs/first", "--temperature", "-1", "--", "--x"], "")
     assert (asked.temperature, asked.prompt) == (-1.0, "--x")
 
 
 def test_a_list_leaves_the_last_word_to_an_argument_that_is_needed() -> None:
-    from thinwire.cli.evaluate import Options
+    from thinwire.app.cli.evaluate import Options
 
     asked = options.ask(Options, "thinwire evaluate", ["--text", "a.txt", "b.txt", "runs/first"], "")
     assert (asked.text, str(asked.run)) == (("a.txt", "b.txt"), "runs/first")
@@ -76,7 +76,7 @@ def test_a_list_leaves_the_last_word_to_an_argument_that_is_needed() -> None:
 @pytest.mark.parametrize("verb", ["hub", "join", "doctor", "probe", "lighthouse", "train"])
 def test_the_help_says_what_happens_without_an_option(verb: str) -> None:
     """The text of each option without a default value names what is used in its place, or says when it is needed."""
-    kind = import_module(f"thinwire.cli.{verb}").Options
+    kind = import_module(f"thinwire.app.cli.{verb}").Options
     helps = options._helps(kind)
     silent = [
         field.name

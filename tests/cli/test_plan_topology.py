@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
 
 
 def test_graphs_are_compared_by_degree_bytes_and_eigenvalue(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from thinwire.app.cli import main
 from thinwire.checkpoint import newest
-from thinwire.cli import main
 from thinwire.data_ledger import FixedReader
 from thinwire.data_ledger.layout import decode
 
@@ -30,7 +30,7 @@ SMALL = ["--model", "nano", "--batch", "2", "--sequence", "64", "--eval-batches"
 def test_two_then_three_then_one_replica_read_each_window_of_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: list[str], lost: int, returned: int
 ) -> None:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     read, lock, micro_batch = list[tuple[str, int, list[int]]](), threading.Lock(), FixedReader.micro_batch
 
     def noted(self: FixedReader, micro: int, number: int) -> Any:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import tomli_w
 
-from thinwire.cli import main
-from thinwire.cli.options import MOST_USED, read
-from thinwire.cli.train import Options
+from thinwire.app.cli import main
+from thinwire.app.cli.options import MOST_USED, read
+from thinwire.app.cli.train import Options
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.trainer.run import PART_OF, PARTS, Run
+from thinwire.app.trainer.setup import learning_rate
 from thinwire.errors import ConfigurationError
-from thinwire.lm.run import PART_OF, PARTS, Run
-from thinwire.lm.setup import learning_rate
-from thinwire.records.run_record import RunRecord
 
 FLAT = """
 strategy = "diloco"

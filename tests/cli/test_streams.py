@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from run_folders import read_events
 
-from thinwire.cli import main, simulate
-from thinwire.records.run_record import RunRecord
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord
+from thinwire.lab.cli import simulate
 
 JOB = """
 import torch

@@ -13,9 +13,9 @@ import pytest
 from run_folders import read_events
 from safetensors.torch import load_file
 
-from thinwire.cli import main
-from thinwire.lm import launch, run_folder
-from thinwire.lm.run import Run
+from thinwire.app.cli import main
+from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer.run import Run
 
 OWN = Path(__file__).parents[2] / "examples" / "own_pieces.py"
 

@@ -16,13 +16,13 @@ import pytest
 from rich.console import Console
 from run_folders import read_events
 
-from thinwire.cli import checks as machine
-from thinwire.cli import main
-from thinwire.cli.summary import speed_advice, stall_advice
-from thinwire.cli.training import finish
-from thinwire.lm.launch import Stop
-from thinwire.lm.run import Run
-from thinwire.records.run_record import RunRecord
+from thinwire.app.cli import checks as machine
+from thinwire.app.cli import main
+from thinwire.app.cli.summary import speed_advice, stall_advice
+from thinwire.app.cli.training import finish
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.trainer.launch import Stop
+from thinwire.app.trainer.run import Run
 
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 TEXT = "".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000))
@@ -32,7 +32,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "other.txt").write_text("".join(f"{i}. quite another matter, of {i % 7} words\n" for i in range(3000)))

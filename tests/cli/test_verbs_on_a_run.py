@@ -15,19 +15,19 @@ from run_folders import read_events
 from safetensors.torch import load_file
 from trained_runs import SMALL, output_of, trained_run
 
+from thinwire.app.cli import main
+from thinwire.app.records.events import EventLog
+from thinwire.app.report.top import Top
+from thinwire.app.trainer.loops import has_own_steps
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.trained import trained_model
 from thinwire.checkpoint import FORMAT, Checkpoint, read, write
-from thinwire.cli import main
 from thinwire.comm import ThreadGroup, run_threads
-from thinwire.decoupled.method import decoupled_diloco
-from thinwire.decoupled.pairs import ad_psgd
-from thinwire.decoupled.sampled import plexus
-from thinwire.decoupled.sites import halos
-from thinwire.lm.loops import has_own_steps
-from thinwire.lm.run import Run
-from thinwire.lm.trained import trained_model
-from thinwire.methods import METHODS, Method
-from thinwire.records.events import EventLog
-from thinwire.report.top import Top
+from thinwire.drivers.unequal.method import decoupled_diloco
+from thinwire.lab.methods import METHODS, Method
+from thinwire.lab.pairs.method import ad_psgd
+from thinwire.lab.samples.method import plexus
+from thinwire.lab.sites.method import halos
 from thinwire.rng import derive
 from thinwire.state_tree import pack
 from thinwire.testing.toy import toy

@@ -15,9 +15,9 @@ from thinwire.catalogue.parsing import parse
 from thinwire.codecs import E3M0, TopK, nested
 from thinwire.codecs.bits import pack
 from thinwire.codecs.layout import Places
-from thinwire.codecs.streams import PayloadReader, places_coded, places_decoded, symbols_decoded
 from thinwire.exchange.chunks import cut
-from thinwire.kernels import rice
+from thinwire.lab.codecs import rice
+from thinwire.lab.codecs.streams import PayloadReader, places_coded, places_decoded, symbols_decoded
 from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
 from thinwire.testing.values import gaussian, roundtrip

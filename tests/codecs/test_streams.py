@@ -11,8 +11,8 @@ import zstandard
 
 from thinwire.codecs.bits import pack
 from thinwire.codecs.layout import Places
-from thinwire.codecs.streams import PayloadReader, places_coded, places_decoded, symbols_coded, symbols_decoded
 from thinwire.errors import PacketError
+from thinwire.lab.codecs.streams import PayloadReader, places_coded, places_decoded, symbols_coded, symbols_decoded
 
 REPEAT = "Run the same strategy and version of Thinwire on every replica."
 

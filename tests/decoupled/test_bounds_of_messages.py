@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from thinwire.codecs import Identity
-from thinwire.decoupled.messages import COUNTED, DELTA, LEFT_OUT, SyncerMessages, Up
-from thinwire.decoupled.method import Decoupled
-from thinwire.decoupled.syncer import Syncer, first_state
+from thinwire.drivers.unequal.messages import COUNTED, DELTA, LEFT_OUT, SyncerMessages, Up
+from thinwire.drivers.unequal.method import Decoupled
+from thinwire.drivers.unequal.syncer import Syncer, first_state
 from thinwire.errors import PacketError
 from thinwire.pieces.partition import Fragment
 

@@ -12,14 +12,14 @@ import torch
 from thinwire.codecs import Identity, TopK
 from thinwire.comm import run_threads
 from thinwire.comm.group import WrappedGroup
-from thinwire.decoupled import peer_streams
-from thinwire.decoupled.messages import DOWN, END, UP
-from thinwire.decoupled.method import Decoupled
-from thinwire.decoupled.sampled import plexus
-from thinwire.decoupled.sites import Halos, halos
-from thinwire.decoupled.syncer import Syncer
-from thinwire.decoupled.syncer_channel import SyncerChannel
+from thinwire.drivers.unequal import peer_streams
+from thinwire.drivers.unequal.messages import DOWN, END, UP
+from thinwire.drivers.unequal.method import Decoupled
+from thinwire.drivers.unequal.syncer import Syncer
+from thinwire.drivers.unequal.syncer_channel import SyncerChannel
 from thinwire.errors import LinkError, NonFiniteError
+from thinwire.lab.samples.method import plexus
+from thinwire.lab.sites.method import Halos, halos
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import Average
 from thinwire.pieces.partition import BySize, Strided

@@ -10,12 +10,12 @@ from pairwise_reference import ReferenceRun, coded_by
 import thinwire as tw
 from thinwire.codecs import E3M0, Identity, RandomK
 from thinwire.comm import CountedGroup, Ledger, ThreadGroup, run_threads
-from thinwire.decoupled.pairs import AcceleratedPairs, Pairs, a2cid2, ad_psgd
 from thinwire.errors import ConfigurationError, NonFiniteError
+from thinwire.lab.pairs.method import AcceleratedPairs, Pairs, a2cid2, ad_psgd
+from thinwire.lab.topology import Clocks, Exponential, Listed, PairEvent, RandomPairs, Ring
 from thinwire.pieces.partition import BySize
 from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
-from thinwire.topology import Clocks, Exponential, Listed, PairEvent, RandomPairs, Ring
 
 
 class Vector(torch.nn.Module):
@@ -221,7 +221,7 @@ def test_a_meeting_at_the_very_end_of_an_inner_step_is_held_once(monkeypatch):
         train(replica, at + 4)
         replica.finish()
 
-    monkeypatch.setattr("thinwire.decoupled.pair_driver.Pairing._spread", lambda self, unit: unit + 1)
+    monkeypatch.setattr("thinwire.lab.pairs.driver.Pairing._spread", lambda self, unit: unit + 1)
     run_threads(2, body, timeout=600.0)
     assert [flights.count((rank, "flight")) for rank in range(2)] == [1, 1]
 

@@ -11,10 +11,10 @@ from pairwise_reference import ReferenceRun, coded_by
 from replicas_by_row import normal, spread_of
 
 from thinwire.codecs import E3M0
-from thinwire.decoupled.pair_composition import Mixing
-from thinwire.decoupled.pairs import a2cid2, ad_psgd
+from thinwire.lab.pairs.composition import Mixing
+from thinwire.lab.pairs.method import a2cid2, ad_psgd
+from thinwire.lab.topology import Clocks, Complete, Listed, Ring, meeting_rates, resistances
 from thinwire.rng import Key
-from thinwire.topology import Clocks, Complete, Listed, Ring, meeting_rates, resistances
 
 # ---- constants
 

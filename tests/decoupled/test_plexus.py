@@ -12,9 +12,9 @@ from core_processes import run_world
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger, run_threads
-from thinwire.decoupled.sampled import Plexus, plexus
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.membership.peer_view import PeerView
+from thinwire.lab.samples.method import Plexus, plexus
+from thinwire.lab.samples.peer_view import PeerView
 from thinwire.pieces.outer import Nesterov
 from thinwire.testing.toy import batch, same_bits, toy, weights
 

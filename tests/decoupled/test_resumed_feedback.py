@@ -7,7 +7,7 @@ import torch
 
 from thinwire.codecs import Identity, TopK
 from thinwire.comm import run_threads
-from thinwire.decoupled.method import Decoupled
+from thinwire.drivers.unequal.method import Decoupled
 from thinwire.pieces.outer import Average
 from thinwire.pieces.staleness import Alike
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from thinwire.decoupled.rounds import HeldRound, Interval, Quorum, ReportPace, own_every
+from thinwire.drivers.unequal.rounds import HeldRound, Interval, Quorum, ReportPace, own_every
 
 
 def held_at(rounds, *arrivals):

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from thinwire.comm import run_threads
-from thinwire.decoupled.sampled_host import PeerHost
-from thinwire.decoupled.sampled_messages import Kind, PeerMessage, SampleMessages
-from thinwire.decoupled.sampled_peer import SampledPeer
-from thinwire.decoupled.sampled_rules import SampleRules, Send, Train, Wake
+from thinwire.drivers.attached import TAG
 from thinwire.errors import ConfigurationError, LinkError, PacketError
-from thinwire.membership.peer_view import PeerEntry, PeerView
-from thinwire.methods.base import TAG
+from thinwire.lab.robust.coordinates import mean_of
+from thinwire.lab.samples.host import PeerHost
+from thinwire.lab.samples.messages import Kind, PeerMessage, SampleMessages
+from thinwire.lab.samples.peer import SampledPeer
+from thinwire.lab.samples.peer_view import PeerEntry, PeerView
+from thinwire.lab.samples.rules import SampleRules, Send, Train, Wake
+from thinwire.lab.simulate.sampled import Network
 from thinwire.packet import said_nbytes
-from thinwire.pieces.robust import mean_of
-from thinwire.simulate.sampled import Network
 
 QUICK = SampleRules(patience=20.0)
 
@@ -185,7 +185,7 @@ def test_invalid_settings_are_refused():
 
 def test_a_run_of_too_many_events_is_refused(monkeypatch):
     """Without an end: peers come and go many times between two messages."""
-    monkeypatch.setattr("thinwire.simulate.sampled.EVENTS", 2000)
+    monkeypatch.setattr("thinwire.lab.simulate.sampled.EVENTS", 2000)
     with pytest.raises(ConfigurationError, match=r"0 rounds in .* were 2,000 messages and timers"):
         Network(10, SampleRules(sample=3), 0.5, away=1e-9).run(rounds=5)
 

@@ -16,11 +16,11 @@ import thinwire as tw
 from thinwire.codecs import E3M0, Identity
 from thinwire.comm import CountedGroup, Ledger, run_threads
 from thinwire.comm.group import WrappedGroup
-from thinwire.decoupled import sites_driver
-from thinwire.decoupled.messages import UP
-from thinwire.decoupled.sites import halos
-from thinwire.decoupled.sites_driver import SiteReplica
+from thinwire.drivers.unequal.messages import UP
 from thinwire.errors import ConfigurationError, LinkError
+from thinwire.lab.sites import driver as sites_driver
+from thinwire.lab.sites.driver import SiteReplica
+from thinwire.lab.sites.method import halos
 from thinwire.pieces.partition import BySize
 from thinwire.pieces.staleness import Alike
 

@@ -10,9 +10,9 @@ import torch
 
 from thinwire.codecs import Identity
 from thinwire.comm import run_threads
-from thinwire.decoupled.sites import halos
-from thinwire.decoupled.sites_host import SiteHost
 from thinwire.errors import CheckpointError
+from thinwire.lab.sites.host import SiteHost
+from thinwire.lab.sites.method import halos
 from thinwire.pieces.outer import Average
 from thinwire.pieces.staleness import Alike
 

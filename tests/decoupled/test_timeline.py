@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.decoupled.rounds import HeldRound
-from thinwire.decoupled.timeline import Actions, Timeline, done
+from thinwire.drivers.unequal.rounds import HeldRound
+from thinwire.drivers.unequal.timeline import Actions, Timeline, done
 
 NOTHING = Actions((), (), ())
 

@@ -14,15 +14,15 @@ from core_processes import run_world
 import thinwire as tw
 from thinwire.codecs import E3M0, Identity
 from thinwire.comm import CountedGroup, Ledger, ThreadGroup, run_threads
-from thinwire.decoupled.method import DECOUPLED, Decoupled, async_local_sgd, decoupled_diloco
-from thinwire.decoupled.rounds import Quorum
+from thinwire.drivers.handshake import digest
+from thinwire.drivers.unequal.method import DECOUPLED, Decoupled, async_local_sgd, decoupled_diloco
+from thinwire.drivers.unequal.rounds import Quorum
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
 from thinwire.pieces.merge import Keep
 from thinwire.pieces.outer import Average, Nesterov
 from thinwire.pieces.partition import Strided
 from thinwire.pieces.schedule import Staggered
 from thinwire.pieces.staleness import Alike, ByTokens
-from thinwire.runtime.handshake import digest
 from thinwire.testing.toy import adamw, batch, inner_step, journey, same_bits, toy, weights
 
 PLAIN = {"codec": Identity(), "down": Identity(), "feedback": None, "correct": None}

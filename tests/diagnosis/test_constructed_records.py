@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from thinwire.cli import main
-from thinwire.diagnosis import Flow, Record, Rules, Seen, Watch, stuck
-from thinwire.diagnosis.attribute import attribute
-from thinwire.diagnosis.records import recorded, timed
+from thinwire.app.cli import main
+from thinwire.app.diagnosis import Flow, Record, Rules, Seen, Watch, stuck
+from thinwire.app.diagnosis.attribute import attribute
+from thinwire.app.records.events import EventLog
+from thinwire.app.report import top
+from thinwire.app.report.diagnosis import diagnose
 from thinwire.errors import ConfigurationError, DataError, PacketError
-from thinwire.records.events import EventLog
-from thinwire.report import top
-from thinwire.report.diagnosis import diagnose
+from thinwire.exchange.record import recorded, timed
 
 
 def round_of(

@@ -15,7 +15,7 @@ import pytest
 from namespaces import Bridge, Namespaces, missing
 from run_folders import read_events
 
-from thinwire.report.diagnosis import diagnose
+from thinwire.app.report.diagnosis import diagnose
 
 REASON = missing()
 RATE, SIZE, HEALTHY, MORE = 40e6, 4, 12, 14

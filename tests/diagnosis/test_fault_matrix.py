@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from wan_cluster import RecordedRounds, WanCluster, train_rounds, uneven, uniform
 
-from thinwire.diagnosis import Finding
+from thinwire.app.diagnosis import Finding
 from thinwire.exchange import TwoShot
 
 NAMES = ("amber", "birch", "cedar", "delta")

@@ -12,10 +12,10 @@ from elastic_toy import Inline, RecordedRun, Toy, agree, one_thread
 import thinwire as tw
 from thinwire.codecs import Identity
 from thinwire.data_ledger import Claim, LeasedReader
-from thinwire.elastic.global_state import GlobalState
-from thinwire.elastic.messages import Ready
-from thinwire.elastic.plan import MemberStatus
-from thinwire.elastic.round_thread import RoundThread
+from thinwire.drivers.elastic.global_state import GlobalState
+from thinwire.drivers.elastic.messages import Ready
+from thinwire.drivers.elastic.plan import MemberStatus
+from thinwire.drivers.elastic.round_thread import RoundThread
 from thinwire.errors import LinkError
 from thinwire.membership.testing.cluster import SimulatedCluster, ThreadRendezvous
 
@@ -60,7 +60,7 @@ def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
 
 def test_a_round_number_beyond_its_bound_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The header of a packet has 32 bits for the round; the bounds of statuses are far lower."""
-    monkeypatch.setattr("thinwire.elastic.plan.MOST_REPORTED", 1 << 40)
+    monkeypatch.setattr("thinwire.drivers.elastic.plan.MOST_REPORTED", 1 << 40)
     cluster, record = SimulatedCluster(), RecordedRun()
 
     def one(name: str) -> str:

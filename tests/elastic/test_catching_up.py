@@ -14,10 +14,10 @@ import torch
 import thinwire as tw
 from thinwire.comm import state_transfer
 from thinwire.comm.threads import ThreadGroup
-from thinwire.elastic import global_state
-from thinwire.elastic.ending import level
-from thinwire.elastic.global_state import GlobalState
-from thinwire.elastic.plan import MemberStatus, reconcile
+from thinwire.drivers.elastic import global_state
+from thinwire.drivers.elastic.ending import level
+from thinwire.drivers.elastic.global_state import GlobalState
+from thinwire.drivers.elastic.plan import MemberStatus, reconcile
 
 COUNT, NUMEL = 4, 250
 

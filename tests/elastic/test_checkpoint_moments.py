@@ -9,8 +9,8 @@ import pytest
 import torch
 from elastic_toy import RecordedRun, Toy, agree, freeze_a, one_thread
 
-from thinwire.elastic.messages import Outcome
-from thinwire.elastic.states import Action
+from thinwire.drivers.elastic.messages import Outcome
+from thinwire.drivers.elastic.states import Action
 from thinwire.membership.testing.cluster import SimulatedCluster
 
 __all__ = ["one_thread"]  # a fixture

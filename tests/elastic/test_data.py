@@ -11,7 +11,7 @@ from elastic_toy import Toy, agree, one_thread, order_faults
 from reading_toy import STEP, NotingReader, check, check_once, inner, new_record, train
 
 from thinwire.codecs import Identity, TopK
-from thinwire.elastic.plan import MemberStatus
+from thinwire.drivers.elastic.plan import MemberStatus
 from thinwire.errors import EndedError, LinkError, PeerError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 from thinwire.membership.view import View

@@ -19,11 +19,11 @@ from elastic_toy import Inline, one_thread
 
 import thinwire as tw
 from thinwire.codecs import Identity
-from thinwire.elastic import round_loop
-from thinwire.elastic.global_state import GlobalState
-from thinwire.elastic.messages import Ready
-from thinwire.elastic.round_thread import RoundThread
-from thinwire.elastic.states import TRANSITIONS, Action, Event, State, transition
+from thinwire.drivers.elastic import round_loop
+from thinwire.drivers.elastic.global_state import GlobalState
+from thinwire.drivers.elastic.messages import Ready
+from thinwire.drivers.elastic.round_thread import RoundThread
+from thinwire.drivers.elastic.states import TRANSITIONS, Action, Event, State, transition
 from thinwire.errors import LinkError, UndecidedError
 from thinwire.membership.rendezvous import Membership
 from thinwire.membership.testing.cluster import SimulatedCluster

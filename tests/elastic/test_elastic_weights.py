@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.codecs import Identity
-from thinwire.elastic.global_state import GlobalState
-from thinwire.elastic.messages import Ready
-from thinwire.elastic.round_thread import RoundThread
+from thinwire.drivers.elastic.global_state import GlobalState
+from thinwire.drivers.elastic.messages import Ready
+from thinwire.drivers.elastic.round_thread import RoundThread
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError
 from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.membership.timeouts import Timeouts

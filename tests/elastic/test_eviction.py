@@ -13,12 +13,12 @@ from inline import Inline
 from wan_cluster import WanCluster, WanLinks, uniform
 
 import thinwire as tw
+from thinwire.app.diagnosis import Record, Rules
 from thinwire.codecs import Identity
-from thinwire.diagnosis import Record, Rules
-from thinwire.elastic.eviction import outvoted
-from thinwire.elastic.global_state import GlobalState
-from thinwire.elastic.messages import Ready
-from thinwire.elastic.round_thread import RoundThread
+from thinwire.drivers.elastic.eviction import outvoted
+from thinwire.drivers.elastic.global_state import GlobalState
+from thinwire.drivers.elastic.messages import Ready
+from thinwire.drivers.elastic.round_thread import RoundThread
 from thinwire.errors import DisagreementError
 from thinwire.membership.timeouts import Timeouts
 

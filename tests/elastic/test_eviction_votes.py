@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from thinwire.diagnosis import Record, Rules
-from thinwire.elastic.eviction import EvictionVoter, _read
-from thinwire.elastic.plan import MemberStatus
+from thinwire.app.diagnosis import Record, Rules
+from thinwire.drivers.elastic.eviction import EvictionVoter, _read
+from thinwire.drivers.elastic.plan import MemberStatus
 from thinwire.errors import DisagreementError, LinkError
 
 NAMES = ("amber", "birch", "cedar")

@@ -14,13 +14,13 @@ from elastic_toy import PHASES, SIZES, RecordedRun, Toy, agree, one_thread, orde
 
 import thinwire as tw
 from thinwire.comm import state_transfer
-from thinwire.elastic.driver import ElasticDriver
-from thinwire.elastic.messages import Outcome, Ready
+from thinwire.drivers.elastic.driver import ElasticDriver
+from thinwire.drivers.elastic.messages import Outcome, Ready
+from thinwire.drivers.first_state import first_state
 from thinwire.errors import EndedError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import SimulatedVoteStore
 from thinwire.membership.view import View
-from thinwire.runtime.first_state import first_state
 
 __all__ = ["one_thread"]  # a fixture
 

@@ -13,9 +13,9 @@ from elastic_toy import Inline, RecordedRun, Toy, agree, one_thread, train
 from reading_toy import NotingReader, inner, new_record
 
 import thinwire as tw
-from thinwire.diagnosis import Rules
-from thinwire.elastic import ending, round_thread
-from thinwire.elastic.eviction import EvictionVoter
+from thinwire.app.diagnosis import Rules
+from thinwire.drivers.elastic import ending, round_thread
+from thinwire.drivers.elastic.eviction import EvictionVoter
 from thinwire.errors import DisagreementError, LinkError, UndecidedError
 from thinwire.membership.rendezvous import Membership
 from thinwire.membership.testing.cluster import SimulatedCluster, ThreadRendezvous

@@ -8,11 +8,11 @@ from elastic_toy import training
 from torch import nn
 
 import thinwire as tw
-from thinwire.elastic.driver import ElasticDriver
-from thinwire.elastic.messages import Outcome
+from thinwire.drivers.elastic.driver import ElasticDriver
+from thinwire.drivers.elastic.messages import Outcome
+from thinwire.drivers.first_state import first_state
 from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.pieces.merge import Keep, Mix
-from thinwire.runtime.first_state import first_state
 
 LAST_BIT = 2.0**-7  # of bf16, from 1 to 2; below it is half of that
 DEPARTS, DELAY = 10, 2

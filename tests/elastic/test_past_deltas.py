@@ -6,10 +6,10 @@ import pytest
 import torch
 from elastic_toy import RecordedRun, Toy
 
-from thinwire.elastic.global_state import GlobalState
-from thinwire.elastic.messages import Ready
-from thinwire.elastic.past_deltas import UNKNOWN, Doubt, PastDeltas
-from thinwire.elastic.states import Event, State
+from thinwire.drivers.elastic.global_state import GlobalState
+from thinwire.drivers.elastic.messages import Ready
+from thinwire.drivers.elastic.past_deltas import UNKNOWN, Doubt, PastDeltas
+from thinwire.drivers.elastic.states import Event, State
 from thinwire.membership.testing.cluster import SimulatedCluster
 
 COUNTED = {number: (0, ("oslo",), "") for number in (0, 1)}

@@ -9,10 +9,10 @@ import torch
 from elastic_toy import training
 
 import thinwire as tw
-from thinwire.elastic.driver import ElasticDriver
-from thinwire.elastic.messages import Outcome
+from thinwire.drivers.elastic.driver import ElasticDriver
+from thinwire.drivers.elastic.messages import Outcome
+from thinwire.drivers.first_state import first_state
 from thinwire.membership.testing.cluster import SimulatedCluster
-from thinwire.runtime.first_state import first_state
 
 
 @pytest.mark.parametrize("counted", [True, False])

@@ -9,7 +9,7 @@ import torch
 from elastic_toy import SIZES, Committed, RecordedRun, Returner, Toy, agree, freeze_a, one_thread
 from torch import Tensor
 
-from thinwire.elastic import global_state
+from thinwire.drivers.elastic import global_state
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import SimulatedVoteStore
 from thinwire.membership.view import View

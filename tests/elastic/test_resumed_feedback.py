@@ -12,8 +12,8 @@ from torch import Tensor
 import thinwire as tw
 from thinwire.codecs import Identity, TopK
 from thinwire.data_ledger import LeasedReader
-from thinwire.elastic.messages import Ready
-from thinwire.elastic.plan import RoundPlan
+from thinwire.drivers.elastic.messages import Ready
+from thinwire.drivers.elastic.plan import RoundPlan
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 from thinwire.membership.view import View
 

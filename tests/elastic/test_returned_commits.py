@@ -9,7 +9,7 @@ import torch
 from elastic_toy import SIZES, RecordedRun, Toy, one_thread
 from torch import Tensor
 
-from thinwire.elastic.messages import Outcome
+from thinwire.drivers.elastic.messages import Outcome
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 
 __all__ = ["one_thread"]  # a fixture

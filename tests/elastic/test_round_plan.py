@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.elastic.global_state import GlobalState
-from thinwire.elastic.plan import MemberStatus, reconcile
+from thinwire.drivers.elastic.global_state import GlobalState
+from thinwire.drivers.elastic.plan import MemberStatus, reconcile
 
 ORDER = (1, 2, 0)
 brings = st.dictionaries(st.sampled_from("012"), st.sampled_from([0.0, 1.0, 2.5]))

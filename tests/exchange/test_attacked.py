@@ -14,13 +14,13 @@ from thinwire.codecs import E3M0, Identity, Sign
 from thinwire.comm import CountedGroup, Ledger, Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Round, SendContext
-from thinwire.exchange.attacked import Attacked, AttackedGossip, with_liars
-from thinwire.pieces.attacks import Attack, Scene, SignFlip
+from thinwire.lab.gossip.rules import AdaptThenCombine
+from thinwire.lab.robust.attacked import Attacked, AttackedGossip, with_liars
+from thinwire.lab.robust.attacks import Attack, Scene, SignFlip
+from thinwire.lab.topology import Complete, Ring
 from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.gossip import AdaptThenCombine
 from thinwire.rng import Key
 from thinwire.testing.exchanges import deltas, rounds
-from thinwire.topology import Complete, Ring
 
 SCENES: list[Scene] = []
 

@@ -7,9 +7,9 @@ import pytest
 import thinwire as tw
 from thinwire.comm import Link
 from thinwire.exchange import Arrival, Exchange, Gossip
-from thinwire.pieces.gossip import AdaptThenCombine
-from thinwire.pieces.mgs import MGS
-from thinwire.topology import MoshpitGrid, Ring
+from thinwire.lab.gossip.mgs import MGS
+from thinwire.lab.gossip.rules import AdaptThenCombine
+from thinwire.lab.topology import MoshpitGrid, Ring
 
 
 class Least(Exchange):

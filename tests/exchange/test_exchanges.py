@@ -143,7 +143,7 @@ def test_power_sgd_equals_one_replica_with_the_mean_delta():
 
 def test_an_aggregate_remembers_what_it_aggregates(small):
     """All values with `Direct`, those of the own shard with `TwoShot`."""
-    codec, rule, x = tw.codecs.Identity(), tw.pieces.direction_weights.FoolsGold(), deltas(3, 97)[0]
+    codec, rule, x = tw.codecs.Identity(), tw.lab.robust.direction_weights.FoolsGold(), deltas(3, 97)[0]
     for exchange, parts in ((tw.exchange.Direct(), [(0, 97)] * 3), (tw.exchange.TwoShot(), shards(codec, 97, 3))):
 
         def replica(group, exchange=exchange):

@@ -10,9 +10,9 @@ from thinwire.codecs import Identity
 from thinwire.exchange import Gossip, Round, SendContext
 from thinwire.exchange.chunks import cut, packets_nbytes
 from thinwire.exchange.two_shot import reduction_nbytes
-from thinwire.pieces.gossip import AdaptThenCombine, NoLoCo
+from thinwire.lab.gossip.rules import AdaptThenCombine, NoLoCo
+from thinwire.lab.topology import Listed, MoshpitGrid, Ring
 from thinwire.rng import Key
-from thinwire.topology import Listed, MoshpitGrid, Ring
 
 
 @pytest.mark.parametrize(("topology", "size"), [(Ring(), 4), (MoshpitGrid(4), 4), (MoshpitGrid(3), 6)], ids=str)

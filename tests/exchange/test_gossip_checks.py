@@ -15,18 +15,18 @@ from thinwire.codecs import Identity
 from thinwire.errors import NonFiniteError
 from thinwire.exchange import Gossip, Round, SendContext
 from thinwire.exchange.base import Arrival
+from thinwire.lab.gossip.mgs import MGS
+from thinwire.lab.gossip.rules import AdaptThenCombine, PushSum, Tracking
+from thinwire.lab.gossip.trust import Judging
+from thinwire.lab.topology import ErdosRenyi, MoshpitGrid, OnePeerExponential, RandomPairs, Ring, parts
+from thinwire.lab.topology.base import Topology, Union
 from thinwire.packet import STOP
 from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.gossip import AdaptThenCombine, PushSum, Tracking
 from thinwire.pieces.merge import Eager
-from thinwire.pieces.mgs import MGS
 from thinwire.pieces.outer import Nesterov
 from thinwire.pieces.schedule import Every
-from thinwire.pieces.trust import Judging
 from thinwire.rng import Key
 from thinwire.testing.toy import sgd, toy
-from thinwire.topology import ErdosRenyi, MoshpitGrid, OnePeerExponential, RandomPairs, Ring, parts
-from thinwire.topology.base import Topology, Union
 from thinwire.types import State
 
 NUMEL = 50

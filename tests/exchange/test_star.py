@@ -13,11 +13,12 @@ import thinwire as tw
 from thinwire.catalogue.parsing import parse
 from thinwire.comm import CountedGroup, Ledger, Link
 from thinwire.comm.group import WrappedGroup
-from thinwire.comm.with_hub import WithHub
-from thinwire.exchange import Round, SendContext, Star, reducer
+from thinwire.exchange import Round, SendContext, Star
 from thinwire.exchange.chunks import PIECE_NUMEL, cut, packets_nbytes
-from thinwire.exchange.reducer import Declared, Reducer
-from thinwire.exchange.star import DECLARED_NBYTES, DECLARED_TAG, declare
+from thinwire.lab.star import reducer
+from thinwire.lab.star.exchange import DECLARED_NBYTES, DECLARED_TAG, declare
+from thinwire.lab.star.reducer import Declared, Reducer
+from thinwire.lab.star.with_hub import WithHub
 from thinwire.packet import HEADER_NBYTES, REFUSED
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key

@@ -21,16 +21,16 @@ from safetensors import torch as safetensors
 from safetensors.torch import load_file
 
 import thinwire as tw
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.jobs.base import Share, Summed
+from thinwire.app.jobs.batches import Batches
+from thinwire.app.jobs.own import OwnJob, functions
+from thinwire.app.plan.machine import Machine
+from thinwire.app.records.run_record import RunRecord, best_loss
+from thinwire.app.trainer import final
+from thinwire.app.trainer.run import Run
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.jobs.base import Share, Summed
-from thinwire.jobs.batches import Batches
-from thinwire.jobs.own import OwnJob, functions
-from thinwire.lm import final
-from thinwire.lm.run import Run
 from thinwire.pieces.own_files import file_of, pinned_file
-from thinwire.plan.machine import Machine
-from thinwire.records.run_record import RunRecord, best_loss
 
 
 def test_a_job_trains_is_reported_and_resumes_bit_for_bit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,9 +210,9 @@ def test_a_changed_job_file_is_refused(
 
 def two_files(here: Path) -> None:
     """Runs two replicas whose job files differ."""
+    from thinwire.app.trainer.launch import train_here
+    from thinwire.app.trainer.place import Place
     from thinwire.comm import run_threads
-    from thinwire.lm.launch import train_here
-    from thinwire.lm.place import Place
 
     (here / "other.py").write_text(JOB + "# another\n")
     runs = [Run.of(job=name, steps=2, every=2, delay=0).absolute() for name in ("job.py", "other.py")]

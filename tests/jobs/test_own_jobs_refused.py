@@ -9,9 +9,9 @@ import pytest
 from own_jobs import JOB, SMALL, train
 
 import thinwire as tw
-from thinwire.cli import main
-from thinwire.lm.run import Run
-from thinwire.records.run_record import RunRecord
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.trainer.run import Run
 
 
 def wrong(here: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -13,14 +13,14 @@ from pages import ROOT
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from thinwire.app.jobs.base import Share, Summed
+from thinwire.app.jobs.batches import Batches
+from thinwire.app.jobs.own import OwnJob
+from thinwire.app.jobs.packs import attention_cost, packs
+from thinwire.app.trainer.job import check_and_weigh
+from thinwire.app.trainer.run import Run
 from thinwire.data_ledger import DataLedger, FixedReader, LeasedReader
-from thinwire.data_ledger.packs import attention_cost, packs
 from thinwire.errors import DataError
-from thinwire.jobs.base import Share, Summed
-from thinwire.jobs.batches import Batches
-from thinwire.jobs.own import OwnJob
-from thinwire.lm.job import check_and_weigh
-from thinwire.lm.run import Run
 
 CAPACITY, WIDTH = 256, 64
 

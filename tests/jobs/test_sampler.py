@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from thinwire.app.jobs.base import Share
+from thinwire.app.jobs.batches import Batches
 from thinwire.data_ledger import DataLedger, FixedReader, LeasedReader, ReadCount
 from thinwire.errors import DataError
-from thinwire.jobs.base import Share
-from thinwire.jobs.batches import Batches
 
 DATA = [100 + n for n in range(24)]
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from run_folders import read_events
 
+from thinwire.app.records.run_record import RunRecord
 from thinwire.data_ledger import Order
-from thinwire.records.run_record import RunRecord
 
 pytestmark = pytest.mark.slow
 SAMPLES = 900

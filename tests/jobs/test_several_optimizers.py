@@ -9,8 +9,8 @@ import torch
 from own_jobs import train
 from safetensors.torch import load_file
 
-from thinwire.jobs.several import routed
-from thinwire.records.run_record import RunRecord
+from thinwire.app.jobs.several import routed
+from thinwire.app.records.run_record import RunRecord
 
 MIN_MAX = """\
 import torch

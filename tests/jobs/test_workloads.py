@@ -15,8 +15,8 @@ import torch
 from pages import ROOT
 
 import thinwire as tw
-from thinwire.cli import main
-from thinwire.records.run_record import RunRecord
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord
 
 FOLDER = ROOT / "examples" / "workloads"
 WORKLOADS = sorted(path.stem for path in FOLDER.glob("*.py"))

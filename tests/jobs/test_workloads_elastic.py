@@ -14,13 +14,13 @@ import pytest
 from elastic_runs import NAMES, simulated
 from pages import ROOT
 
-from thinwire.lm import launch, run_folder
-from thinwire.lm.member import MemberSpec
-from thinwire.lm.place import ElasticPlace
-from thinwire.lm.run import Run
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.report.report import write_report
+from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer.member import MemberSpec
+from thinwire.app.trainer.place import ElasticPlace
+from thinwire.app.trainer.run import Run
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
-from thinwire.records.run_record import RunRecord
-from thinwire.report.report import write_report
 
 FOLDER = ROOT / "examples" / "workloads"
 WORKLOADS = sorted(path.stem for path in FOLDER.glob("*.py"))

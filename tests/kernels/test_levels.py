@@ -7,7 +7,8 @@ from pieces import over
 
 from thinwire.codecs import Levels
 from thinwire.codecs.bits import packed_nbytes
-from thinwire.kernels import cpu_levels, reference
+from thinwire.kernels import reference
+from thinwire.lab.codecs import cpu_levels
 from thinwire.testing.toy import same_bits
 
 

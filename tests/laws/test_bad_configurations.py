@@ -7,7 +7,7 @@ from pieces import over
 
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES
-from thinwire.records.choices import listed
+from thinwire.choices import listed
 
 HOST = "choose anchors='host', or deltas of fragments in turn."
 CONFIGURATIONS = {
@@ -220,8 +220,8 @@ CONFIGURATIONS = {
         "the mean over all is needed, otherwise references drift from the agreed mean; choose the codec inside OverSenders, or kappa=0.",
     ),
     "over senders, in private": (
-        lambda: tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.TopK()), privacy=tw.pieces.privacy.Privacy()),
-        f"{tw.pieces.privacy.Privacy()} cannot be kept here: with "
+        lambda: tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.TopK()), privacy=tw.lab.privacy.Privacy()),
+        f"{tw.lab.privacy.Privacy()} cannot be kept here: with "
         "OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))) one replica may count "
         "for all; choose the codec inside it.",
     ),
@@ -315,8 +315,8 @@ CONFIGURATIONS = {
         "aggregate=MeanOverSenders() is no mean over all replicas: Eager() counts the own delta as a share of the mean; choose Mix().",
     ),
     "no mean, in private": (
-        lambda: tw.Strategy(privacy=tw.pieces.privacy.Privacy(), aggregate=tw.pieces.aggregate.MeanOverSenders()),
-        f"aggregate=MeanOverSenders() is no mean over all replicas: with {tw.pieces.privacy.Privacy()} one replica may count for all; choose Mean().",
+        lambda: tw.Strategy(privacy=tw.lab.privacy.Privacy(), aggregate=tw.pieces.aggregate.MeanOverSenders()),
+        f"aggregate=MeanOverSenders() is no mean over all replicas: with {tw.lab.privacy.Privacy()} one replica may count for all; choose Mean().",
     ),
     "unknown name": (
         lambda: tw.catalogue.parsing.parse("E9M9"),

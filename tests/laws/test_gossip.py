@@ -14,13 +14,10 @@ from strategies import GOSSIP
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.errors import NonFiniteError
-from thinwire.pieces.gossip import AdaptThenCombine, Choco, CombineThenAdapt, NoLoCo, PushSum, Tracking
-from thinwire.pieces.mgs import MGS
-from thinwire.rng import Key
-from thinwire.runtime.consensus import mean_of_all
-from thinwire.testing.strategies import any_order_of_arrival, counted, counted_as_predicted, resumed_is_never_stopped
-from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
-from thinwire.topology import (
+from thinwire.lab.gossip.consensus import mean_of_all
+from thinwire.lab.gossip.mgs import MGS
+from thinwire.lab.gossip.rules import AdaptThenCombine, Choco, CombineThenAdapt, NoLoCo, PushSum, Tracking
+from thinwire.lab.topology import (
     Complete,
     Cut,
     Exponential,
@@ -34,6 +31,9 @@ from thinwire.topology import (
     mixing,
     spectrum,
 )
+from thinwire.rng import Key
+from thinwire.testing.strategies import any_order_of_arrival, counted, counted_as_predicted, resumed_is_never_stopped
+from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
 
 
 @cache

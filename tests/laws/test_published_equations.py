@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.elastic.driver import check
+from thinwire.drivers.elastic.driver import check
 from thinwire.rng import Key, draw
 from thinwire.testing.toy import same_bits
 

@@ -9,7 +9,7 @@ import pytest
 from elastic_runs import elastic_run, simulated
 from small_runs import run_in, small_run
 
-from thinwire.lm.run import Run
+from thinwire.app.trainer.run import Run
 from thinwire.membership.testing.cluster import SimulatedCluster
 
 

@@ -14,15 +14,15 @@ from run_folders import read_events
 from safetensors.torch import load_file, save_file
 from small_runs import cut_back
 
+from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer.adapters import adapters, attach, merge_adapters
+from thinwire.app.trainer.export import stored_model
+from thinwire.app.trainer.huggingface import hugging_face
+from thinwire.app.trainer.model import SIZES, Transformer
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.settings import ModelSpec
+from thinwire.app.trainer.setup import make_model
 from thinwire.errors import ConfigurationError, MissingError, ModelError
-from thinwire.lm import launch, run_folder
-from thinwire.lm.adapters import adapters, attach, merge_adapters
-from thinwire.lm.export import stored_model
-from thinwire.lm.huggingface import hugging_face
-from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.run import Run
-from thinwire.lm.settings import ModelSpec
-from thinwire.lm.setup import make_model
 
 PRESENT = importlib.util.find_spec("peft") is not None
 needs_peft = pytest.mark.skipif(not PRESENT, reason="the extra thinwire[lora] is not installed")

@@ -11,23 +11,23 @@ import pytest
 from run_folders import read_events
 from safetensors.torch import load_file
 
-from thinwire.cli import main
-from thinwire.cli.summary import summary_of
+from thinwire.app.cli import main
+from thinwire.app.cli.summary import summary_of
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.report.report import write_report
+from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer.job import check
+from thinwire.app.trainer.resuming import complete
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.trained import trained_model
 from thinwire.errors import ConfigurationError
-from thinwire.lm import launch, run_folder
-from thinwire.lm.job import check
-from thinwire.lm.resuming import complete
-from thinwire.lm.run import Run
-from thinwire.lm.trained import trained_model
-from thinwire.records.run_record import RunRecord
-from thinwire.report.report import write_report
 
 TALK = "codistill(every=3, delay=2, probe=32, warmup=2, top=4)"
 
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     file = tmp_path / "text.txt"
     file.write_text("".join(f"line {i}: {i * i % 97} unlike models say {i % 13} words\n" for i in range(2000)))
     return str(file)
@@ -45,7 +45,7 @@ def run_in(folder: Path, run: Run, resume: bool = False) -> Path:
     run = run.absolute()
     run_folder.new_folder(run, folder, resume)
     if run.placement.carrier == "secure":
-        from thinwire.lm.secure import train_secure
+        from thinwire.app.trainer.secure import train_secure
 
         train_secure(run, folder, resume, lambda: None)
     elif run.placement.carrier == "processes":

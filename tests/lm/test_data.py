@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from thinwire.app.jobs.base import Share
+from thinwire.app.trainer import data
+from thinwire.app.trainer.data import Corpus
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.text_job import TextJob
+from thinwire.app.trainer.texts import Source
+from thinwire.app.trainer.tokens import BPE
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.jobs.base import Share
-from thinwire.lm import data
-from thinwire.lm.data import Corpus
-from thinwire.lm.run import Run
-from thinwire.lm.text_job import TextJob
-from thinwire.lm.texts import Source
-from thinwire.lm.tokens import BPE
 from thinwire.rng import derive
 
 
@@ -97,7 +97,7 @@ def test_a_batch_is_a_pure_function_of_seed_replica_and_step(counted: Corpus) ->
 def test_ranks_of_a_replica_read_the_rows_of_its_batch(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     job, read = TextJob(Run.of(text=(str(text),), batch=6, sequence=8), None), []
 
     def model(*tokens_and_targets: Tensor) -> SimpleNamespace:

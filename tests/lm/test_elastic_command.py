@@ -17,9 +17,9 @@ import pytest
 from listening import addresses
 from run_folders import read_events
 
+from thinwire.app.records.run_record import RunRecord
 from thinwire.membership.channel import secret_in
 from thinwire.membership.lighthouse import Lighthouse
-from thinwire.records.run_record import RunRecord
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,7 +69,10 @@ def train(tmp_path: Path) -> Iterator[Train]:
 def replicas_of(folder: Path, name: str = "") -> list[int]:
     """Returns the process ids of the replicas in `folder`."""
     listed = subprocess.run(
-        ["pgrep", "-f", f"thinwire.lm.supervisor {folder}.*{name}"], capture_output=True, text=True, check=False
+        ["pgrep", "-f", f"thinwire.app.trainer.supervisor {folder}.*{name}"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return [int(line) for line in listed.stdout.split()]
 

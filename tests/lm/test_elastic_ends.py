@@ -8,13 +8,13 @@ from typing import Any
 
 from run_folders import read_events
 
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer.member import MemberSpec
+from thinwire.app.trainer.place import ElasticPlace
+from thinwire.app.trainer.run import Run
 from thinwire.errors import EndedError, LinkError
-from thinwire.lm import launch, run_folder
-from thinwire.lm.member import MemberSpec
-from thinwire.lm.place import ElasticPlace
-from thinwire.lm.run import Run
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
-from thinwire.records.run_record import RunRecord
 
 
 def all_take_part(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> dict[str, Callable[[str], Any]]:

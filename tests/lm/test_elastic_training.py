@@ -14,24 +14,24 @@ import torch
 from elastic_runs import NAMES, living, played
 from run_folders import read_events
 
-from thinwire.cli import main
-from thinwire.cli.train import Options
-from thinwire.diagnosis import Rules
+from thinwire.app.cli import main
+from thinwire.app.cli.train import Options
+from thinwire.app.diagnosis import Rules
+from thinwire.app.jobs.base import Share
+from thinwire.app.records.events import EventLog
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.report.report import write_report
+from thinwire.app.trainer import launch, member, run_folder, supervisor, trainer
+from thinwire.app.trainer.job import check, check_and_weigh
+from thinwire.app.trainer.meeting import AtLighthouse
+from thinwire.app.trainer.member import AdaptiveTimeouts, MemberSpec, RetryReporter, join
+from thinwire.app.trainer.place import ElasticPlace, Stop
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.watch import watching
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, LinkError
-from thinwire.jobs.base import Share
-from thinwire.lm import launch, member, run_folder, supervisor, trainer
-from thinwire.lm.job import check, check_and_weigh
-from thinwire.lm.meeting import AtLighthouse
-from thinwire.lm.member import AdaptiveTimeouts, MemberSpec, RetryReporter, join
-from thinwire.lm.place import ElasticPlace, Stop
-from thinwire.lm.run import Run
-from thinwire.lm.watch import watching
 from thinwire.membership import Lighthouse, LighthouseRendezvous, Timeouts
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.pieces.partition import Fragment
-from thinwire.records.events import EventLog
-from thinwire.records.run_record import RunRecord
-from thinwire.report.report import write_report
 
 
 def test_all_replicas_end_equal_and_their_step_counts_add_up(

@@ -14,13 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from thinwire.cli import main
-from thinwire.errors import DataError, PacketError
-from thinwire.lm.follow import STATES, WeightsFollower
-from thinwire.lm.publish import Publisher
-from thinwire.lm.run import Run
-from thinwire.pieces.partition import Fragment
-from thinwire.records.published import (
+from thinwire.app.cli import main
+from thinwire.app.records.published import (
     NOTHING,
     Change,
     FragmentVersion,
@@ -30,6 +25,11 @@ from thinwire.records.published import (
     Resource,
     Store,
 )
+from thinwire.app.trainer.follow import STATES, WeightsFollower
+from thinwire.app.trainer.publish import Publisher
+from thinwire.app.trainer.run import Run
+from thinwire.errors import DataError, PacketError
+from thinwire.pieces.partition import Fragment
 
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 ROUNDS = ["--strategy", "streaming_diloco", "--every", "4", "--fragments", "2", "--delay", "1", "--codec", "E3M0(32)"]
@@ -62,7 +62,7 @@ class Watched:
 def test_a_follower_gets_each_published_version_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i}\n" for i in range(3000)))
     watched = Watched(tmp_path / "run", monkeypatch)

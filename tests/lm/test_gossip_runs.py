@@ -12,10 +12,10 @@ import torch
 from run_folders import read_events
 from safetensors.torch import load_file
 
+from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer.resize import resize
+from thinwire.app.trainer.run import Run
 from thinwire.errors import ConfigurationError
-from thinwire.lm import launch, run_folder
-from thinwire.lm.resize import resize
-from thinwire.lm.run import Run
 
 STEPS = 8
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from thinwire.cli import main
-from thinwire.lm.settings import DataSpec
-from thinwire.lm.tokenizer import open_corpus
+from thinwire.app.cli import main
+from thinwire.app.trainer.settings import DataSpec
+from thinwire.app.trainer.tokenizer import open_corpus
 
 if TYPE_CHECKING:
     import transformers
@@ -31,7 +31,7 @@ TEXT = "".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from thinwire.app.trainer.huggingface import HuggingFace, hugging_face
 from thinwire.errors import ConfigurationError
-from thinwire.lm.huggingface import HuggingFace, hugging_face
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {

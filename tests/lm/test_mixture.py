@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from thinwire.app.trainer.model import Architecture, Output, Transformer
 from thinwire.errors import ConfigurationError
-from thinwire.lm.mixture import Mixture, cached_prior
-from thinwire.lm.model import Architecture, Output, Transformer
+from thinwire.lab.experts.mixture import Mixture, cached_prior
 
 V, T = 12, 64
 

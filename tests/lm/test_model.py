@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from thinwire.app.trainer.model import SIZES, Architecture, Transformer, generate, token_loss
 from thinwire.errors import ConfigurationError
-from thinwire.lm.model import SIZES, Architecture, Transformer, generate, token_loss
 
 SMALL = Architecture(layers=3, width=32, heads=2, vocabulary=40, context=24)
 VARIANTS = {

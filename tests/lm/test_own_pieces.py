@@ -14,10 +14,10 @@ import pytest
 from fresh import forget_own_files
 
 import thinwire as tw
+from thinwire.app.cli import main
+from thinwire.app.trainer.run import Run
 from thinwire.catalogue.parsing import parse
-from thinwire.cli import main
 from thinwire.comm import run_threads
-from thinwire.lm.run import Run
 from thinwire.pieces.own_files import digests, pin, shorten
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_pieces.py"
@@ -35,7 +35,7 @@ STRATEGY = (
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(
         "".join(f"line {i}: {i * i % 97} thin wires carry {i % 13}\n" for i in range(2000))

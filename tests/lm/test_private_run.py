@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import thinwire as tw
-from thinwire.cli.train import main
+from thinwire.app.cli.train import main
+from thinwire.app.trainer.run import Run
 from thinwire.errors import ConfigurationError
-from thinwire.lm.run import Run
 
 PRESENT = importlib.util.find_spec("dp_accounting") is not None
 needs_accountant = pytest.mark.skipif(not PRESENT, reason="the extra thinwire[privacy] is not installed")
@@ -36,7 +36,7 @@ def test_the_privacy_guarantee_is_in_summary_and_report(
     folder = tmp_path / "run"
     assert main([*arguments, "--steps", "12", "--out", str(folder)]) == 0
     privacy = json.loads((folder / "summary.json").read_text())["privacy"]
-    due = tw.pieces.privacy.Privacy(0.5, 2.0)
+    due = tw.lab.privacy.Privacy(0.5, 2.0)
     rounds = 3  # after steps 4, 8 and 12; no steps remain after that
     assert privacy == due.spent(rounds, 2) and privacy["epsilon"] == pytest.approx(due.epsilon(rounds))
     said = " ".join(capsys.readouterr().out.split())
@@ -71,6 +71,6 @@ def test_an_unattainable_privacy_guarantee_is_refused_before_training() -> None:
         Run.of(privacy="Privacy(clip=-1)")
     with pytest.raises(ConfigurationError, match="Privacy"):
         Run.of(privacy="E3M0")
-    assert Run.of(
-        strategy="local_sgd", privacy="Privacy(0.5, 2.0)"
-    ).make_strategy().privacy == tw.pieces.privacy.Privacy(0.5, 2.0)
+    assert Run.of(strategy="local_sgd", privacy="Privacy(0.5, 2.0)").make_strategy().privacy == tw.lab.privacy.Privacy(
+        0.5, 2.0
+    )

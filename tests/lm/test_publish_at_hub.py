@@ -12,7 +12,7 @@ from hub_process import HubProcess
 from hub_runs import ending, joiner, reached, started, until
 from safetensors.torch import load_file
 
-from thinwire.lm.run import Run
+from thinwire.app.trainer.run import Run
 
 SMALL = dict(steps=60, every=4, delay=2, batch=2, sequence=32, eval_batches=2, checkpoint_every=5, model="nano")
 

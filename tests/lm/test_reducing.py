@@ -10,14 +10,14 @@ import pytest
 from group_laws import TIMEOUT
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, Token, admit, join
-from thinwire.comm.secure.frames import with_reducer
-from thinwire.comm.secure.invitations import opened_state
-from thinwire.comm.with_hub import WithHub
 from thinwire.errors import LinkError
 from thinwire.exchange import SendContext, Star
-from thinwire.lm import reducing
-from thinwire.lm.reducing import average, joined
+from thinwire.lab.star import reducing
+from thinwire.lab.star.reducing import average, joined
+from thinwire.lab.star.with_hub import WithHub
+from thinwire.net import Hub, Token, admit, join
+from thinwire.net.frames import with_reducer
+from thinwire.net.invitations import opened_state
 from thinwire.pieces.feedback import Feedback
 from thinwire.testing.exchanges import Went, deltas
 from thinwire.testing.toy import same_bits

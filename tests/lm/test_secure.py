@@ -20,13 +20,13 @@ from namespaces import Namespaces, missing
 from nat import CLOUD, DEVICE, ROUTERS, Masquerade
 from run_folders import read_events
 
-from thinwire.cli import main
-from thinwire.comm.secure import invite
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.records.units import text_of_nbytes
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.secure import run_of_hub
 from thinwire.errors import ConfigurationError
-from thinwire.lm.run import Run
-from thinwire.lm.secure import run_of_hub
-from thinwire.records.run_record import RunRecord
-from thinwire.records.units import text_of_nbytes
+from thinwire.net import invite
 
 SMALL = dict(steps=12, every=4, delay=2, batch=2, sequence=32, eval_batches=2, checkpoint_every=5, model="nano")
 
@@ -248,7 +248,7 @@ def test_an_elastic_run_over_a_hub_survives_kills(tmp_path, capsys):
         assert main(["hub", "list", "--out", str(tmp_path / "hub")]) == 0
         assert "elastic run red: bergen, lima, oslo" in capsys.readouterr().out
         until(lambda: any(tmp_path.glob("lima/checkpoints/lima/step-*")), "a checkpoint of lima", processes)
-        asked = ["pgrep", "-f", f"thinwire.lm.supervisor {tmp_path / 'lima'} "]
+        asked = ["pgrep", "-f", f"thinwire.app.trainer.supervisor {tmp_path / 'lima'} "]
         (victim,) = map(int, subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split())
         seen = len(rounds_of(tmp_path / "lima"))
         os.kill(victim, signal.SIGKILL)
@@ -269,7 +269,9 @@ def test_an_elastic_run_over_a_hub_survives_kills(tmp_path, capsys):
         # Otherwise some of its samples may belong to others.
         if all(name in event["members"] for event in rounds_of(tmp_path / other)):
             assert summary["steps_counted"] == summary["steps_trained"]
-    assert not subprocess.run(["pgrep", "-f", f"thinwire.lm.supervisor {tmp_path}"], capture_output=True).stdout
+    assert not subprocess.run(
+        ["pgrep", "-f", f"thinwire.app.trainer.supervisor {tmp_path}"], capture_output=True
+    ).stdout
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.app.trainer.texts import CHUNK_CHARACTERS, PassedOver, Source, find, pieces, standard_library
+from thinwire.app.trainer.tokens import BPE, Bytes, dtype_of
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.lm.texts import CHUNK_CHARACTERS, PassedOver, Source, find, pieces, standard_library
-from thinwire.lm.tokens import BPE, Bytes, dtype_of
 
 TEXTS = ["the lowest of the low", "newer, newest and new", "naïve café 日本語 🙂"] * 20
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from thinwire.cli import main
-from thinwire.jobs.own import OwnJob
+from thinwire.app.cli import main
+from thinwire.app.jobs.own import OwnJob
 
 SIZES = ((3, 40, 17, 5, 11, 2), (31, 1, 4, 50, 6, 23))  # tokens of each micro-batch, of each replica
 STEPS, RATE = 3, 0.3

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from small_runs import STEPS, cut_back, events_of, model_of, run_in, small_run
 from torch import Tensor
 
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.records.units import text_of_nbytes
+from thinwire.app.report.report import write_report
+from thinwire.app.trainer import start
+from thinwire.app.trainer.data import Corpus
 from thinwire.checkpoint import read
 from thinwire.comm import Link
-from thinwire.lm import start
-from thinwire.lm.data import Corpus
-from thinwire.records.run_record import RunRecord
-from thinwire.records.units import text_of_nbytes
-from thinwire.report.report import write_report
-from thinwire.simulate.replicas import simulate
-from thinwire.simulate.scenario import Scenario
+from thinwire.lab.simulate.replicas import simulate
+from thinwire.lab.simulate.scenario import Scenario
 
 
 def test_training_learns_and_its_summary_adds_up(whole: Path) -> None:

@@ -18,18 +18,18 @@ from safetensors import SafetensorError
 from small_runs import cut_back, events_of, model_of, run_in, small_run
 
 from thinwire import checkpoint
+from thinwire.app.cli import disk, main
+from thinwire.app.records.events import EventLog
+from thinwire.app.records.printable import quoted
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.trainer import export as stored
+from thinwire.app.trainer import final, job, launch, run_folder, watch
+from thinwire.app.trainer.place import Place, Stop
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.text_job import TextJob
 from thinwire.checkpoint import read
-from thinwire.cli import disk, main
 from thinwire.comm import ThreadGroup, run_threads
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError
-from thinwire.lm import export as stored
-from thinwire.lm import final, job, launch, run_folder, watch
-from thinwire.lm.place import Place, Stop
-from thinwire.lm.run import Run
-from thinwire.lm.text_job import TextJob
-from thinwire.records.events import EventLog
-from thinwire.records.printable import quoted
-from thinwire.records.run_record import RunRecord
 
 
 def test_scarce_open_files_are_reported_before_they_run_out(

@@ -19,10 +19,10 @@ import pytest
 from listening import addresses, tree
 from small_runs import STEPS, events_of, model_of, run_in, small_run
 
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer.run import Run
 from thinwire.errors import LinkError
-from thinwire.lm import launch, run_folder
-from thinwire.lm.run import Run
 
 OWN = Path(__file__).parents[2] / "examples" / "own_pieces.py"
 
@@ -90,7 +90,7 @@ def test_a_run_that_has_ended_without_a_replica_is_not_to_be_resumed(
 def processes_of(folder: Path) -> list[int]:
     """Returns the process ids of the replicas that `train_processes` started for `folder`."""
     listed = subprocess.run(
-        ["pgrep", "-f", f"thinwire.lm.launch {folder}"], capture_output=True, text=True, check=False
+        ["pgrep", "-f", f"thinwire.app.trainer.launch {folder}"], capture_output=True, text=True, check=False
     )
     return [int(line) for line in listed.stdout.split()]
 
@@ -196,7 +196,7 @@ while not os.path.exists({str(go)!r}): time.sleep(0.01)
 
 ENDS = """
 import os, signal
-from thinwire.lm.launch import Stop, stopping
+from thinwire.app.trainer.launch import Stop, stopping
 
 
 class Late:
@@ -278,7 +278,7 @@ def test_a_second_ctrl_c_ends_threads_within_a_step(tmp_path: Path) -> None:
 
 
 def _is_replica(process: int) -> bool:
-    return b"thinwire.lm." in Path(f"/proc/{process}/cmdline").read_bytes()
+    return b"thinwire.app.trainer." in Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 def _lives(process: int) -> bool:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.trainer.run import Run
 from thinwire.data_ledger import LanesReader
-from thinwire.lm.run import Run
-from thinwire.records.run_record import RunRecord
 
 JOB = """
 import torch
@@ -53,7 +53,7 @@ SMALL = ["--model", "nano", "--sequence", "64", "--eval-batches", "1", "--carrie
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     Path("job.py").write_text(JOB)
     Path("text.txt").write_text(TEXT)

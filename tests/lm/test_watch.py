@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from thinwire.lm import watch
+from thinwire.app.trainer import watch
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list the open files of a process")

@@ -16,24 +16,24 @@ from group_laws import Exchange, free_port
 from stage import FORKS, serve_hub
 from tcp_proxy import Proxy
 
-from thinwire.cli import main
+from thinwire.app.cli import main
 from thinwire.comm import gather
-from thinwire.comm.secure import Hub, admit
-from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.listening import Listen
-from thinwire.comm.secure.requests import HubRequester
-from thinwire.comm.secure.star_or_mesh import Measured
-from thinwire.comm.secure.state import RUNS, HubState
-from thinwire.comm.secure.token import Token
-from thinwire.elastic.ending import keep, note_end
-from thinwire.elastic.global_state import GlobalState
+from thinwire.drivers.elastic.ending import keep, note_end
+from thinwire.drivers.elastic.global_state import GlobalState
 from thinwire.errors import DisagreementError, EndedError, LinkError, PeerError, ThinwireError
 from thinwire.membership import Membership, Timeouts
 from thinwire.membership.commit import VoteStore
-from thinwire.membership.hub import HubRendezvous
 from thinwire.membership.registry import MemberRegistry
 from thinwire.membership.rendezvous import AnswerLostError
 from thinwire.membership.view import Presence
+from thinwire.net import Hub, admit
+from thinwire.net.enrol import Enrolment
+from thinwire.net.listening import Listen
+from thinwire.net.rendezvous import HubRendezvous
+from thinwire.net.requests import HubRequester
+from thinwire.net.star_or_mesh import Measured
+from thinwire.net.state import RUNS, HubState
+from thinwire.net.token import Token
 
 PATIENT = Timeouts(
     heartbeat_interval=0.1, heartbeat_timeout=600.0, grace=600.0, connect=600.0, transfer=600.0, vote=700.0, view=600.0

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from thinwire.comm.secure.calls import Refused
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
-from thinwire.membership import hub as module
-from thinwire.membership.hub import HubRendezvous
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Presence
+from thinwire.net import rendezvous as module
+from thinwire.net.calls import Refused
+from thinwire.net.rendezvous import HubRendezvous
 
 ENROLMENT: Any = SimpleNamespace(name="oslo", token=SimpleNamespace(where="the hub at hub.example:29500"))
 TIMES = Timeouts(heartbeat_interval=1.5, heartbeat_timeout=7.0, connect=11.0, transfer=13.0)

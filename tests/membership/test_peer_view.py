@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from thinwire.errors import PacketError
-from thinwire.membership.peer_view import PeerEntry, PeerView
+from thinwire.lab.samples.peer_view import PeerEntry, PeerView
 
 
 def drawn_view(dice):
@@ -86,7 +86,7 @@ def test_a_view_is_read_within_its_limits_and_first_peers_joined_once():
 
 
 def test_another_process_draws_the_same_sample():
-    code = "from thinwire.membership.peer_view import PeerView; print(PeerView.of(range(30)).order(77, 500))"
+    code = "from thinwire.lab.samples.peer_view import PeerView; print(PeerView.of(range(30)).order(77, 500))"
     assert PeerView.of(range(5)).order(7, 50) == (1, 2, 0, 3, 4)  # another release must draw the same, too
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert told.stdout.strip() == str(PeerView.of(range(30)).order(77, 500))

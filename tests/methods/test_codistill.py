@@ -14,10 +14,10 @@ from secure_groups import run_secure
 import thinwire as tw
 from thinwire import checkpoint
 from thinwire.comm import CountedGroup, Ledger, run_threads
-from thinwire.comm.secure import Hub
 from thinwire.errors import ConfigurationError, DisagreementError
-from thinwire.methods import codistill
-from thinwire.methods.predictions import PredictionCoder
+from thinwire.lab.methods import codistill
+from thinwire.lab.methods.predictions import PredictionCoder
+from thinwire.net import Hub
 from thinwire.packet import HEADER_NBYTES
 from thinwire.testing.toy import Shuffled, same_bits
 

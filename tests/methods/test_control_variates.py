@@ -10,7 +10,7 @@ from loops import LOOPS, ToyRun, attach, train_toys, train_until
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.methods import Controlled, ControlVariates, Gain, fedavg, scafcom, scaffold, scallion
+from thinwire.lab.methods import Controlled, ControlVariates, Gain, fedavg, scafcom, scaffold, scallion
 from thinwire.testing.toy import same_bits, toy
 
 N, S, K, D, LR = 20, 4, 5, 20, 0.05

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from thinwire.errors import ConfigurationError
-from thinwire.methods.dadao import _Z, _ZT, Constants, Dadao, play
-from thinwire.topology import Clocks, Complete, Exponential, Listed, Ring, resistances
+from thinwire.lab.methods.dadao import _Z, _ZT, Constants, Dadao, play
+from thinwire.lab.topology import Clocks, Complete, Exponential, Listed, Ring, resistances
 
 SIZE, DIMENSION = 8, 5
 PATH = Listed(tuple((i, i + 1) for i in range(SIZE - 1)))

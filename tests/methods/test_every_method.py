@@ -11,10 +11,10 @@ from loops import LOOPS, ToyRun, all_of_them, attach, train_toys, train_until
 
 import thinwire as tw
 from thinwire import checkpoint
+from thinwire.app.trainer.run import Run
 from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.comm import CountedGroup, Ledger
-from thinwire.lm.run import Run
-from thinwire.methods import METHODS, Averaged, Gain, Plain
+from thinwire.lab.methods import METHODS, Averaged, Gain, Plain
 from thinwire.testing.toy import Shuffled, same_bits, toy, weights
 
 every_method = pytest.mark.parametrize("name", LOOPS)

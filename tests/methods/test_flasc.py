@@ -15,7 +15,7 @@ import thinwire as tw
 from thinwire import checkpoint
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
-from thinwire.methods import Federated, Flasc, flasc
+from thinwire.lab.methods import Federated, Flasc, flasc
 from thinwire.packet import HEADER_NBYTES
 from thinwire.rng import derive
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from thinwire.errors import ConfigurationError
-from thinwire.methods.gradient_codes import Cyclic, Repetition, gradient_code, load
+from thinwire.lab.methods.gradient_codes import Cyclic, Repetition, gradient_code, load
 
 CODES = [
     Repetition(6, 2), Repetition(8, 1), Repetition(4, 0), Repetition(4, 3), Cyclic(5, 0), Cyclic(5, 1), Cyclic(5, 2), Cyclic(5, 4),

@@ -10,8 +10,8 @@ from loops import LOOPS, LR
 from torch import Tensor
 
 import thinwire as tw
+from thinwire.lab.methods import ZerothOrder
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
-from thinwire.methods import ZerothOrder
 from thinwire.testing.toy import batch, same_bits, toy, weights
 
 METHOD, STEPS = LOOPS["just_one_byte"], 14

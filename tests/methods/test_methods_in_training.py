@@ -10,12 +10,12 @@ import pytest
 from loops import METHODS
 from run_folders import read_events
 
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.report.report import write_report
+from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer.job import check
+from thinwire.app.trainer.run import Run
 from thinwire.errors import ConfigurationError
-from thinwire.lm import launch, run_folder
-from thinwire.lm.job import check
-from thinwire.lm.run import Run
-from thinwire.records.run_record import RunRecord
-from thinwire.report.report import write_report
 
 SETTINGS: dict[str, dict[str, object]] = {
     "just_one_byte": {"strategy": "just_one_byte(samples=1)", "lr": 1e-3},
@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     file = tmp_path / "text.txt"
     file.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
     return str(file)

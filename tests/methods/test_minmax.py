@@ -13,9 +13,9 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
-from thinwire.methods import Extragradient, Free, Masha1, Masha2, Saddle, Simplexes, nbytes_sent, saddle
-from thinwire.methods.minmax import Saddling, coin
-from thinwire.methods.saddle_points import Prox
+from thinwire.lab.methods import Extragradient, Free, Masha1, Masha2, Saddle, Simplexes, nbytes_sent, saddle
+from thinwire.lab.methods.minmax import Saddling, coin
+from thinwire.lab.methods.saddle_points import Prox
 from thinwire.testing.toy import Shuffled, same_bits
 
 N, RHO = 8, 0.2
@@ -81,7 +81,7 @@ every_method = pytest.mark.parametrize("name", METHODS)
 
 
 def test_every_method_is_in_the_table():
-    from thinwire.methods import minmax
+    from thinwire.lab.methods import minmax
 
     made = {kind for kind in vars(minmax).values() if isinstance(kind, type) and hasattr(kind, "advance")} - {Saddling}
     assert made == {type(method) for method in METHODS.values()}

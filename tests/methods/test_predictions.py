@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.errors import PacketError
-from thinwire.methods.predictions import (
+from thinwire.lab.methods.predictions import (
     STEP,
     PredictionCoder,
     Predictions,

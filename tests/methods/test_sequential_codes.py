@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from thinwire.errors import ConfigurationError
-from thinwire.methods.bursty import Bursty
-from thinwire.methods.gradient_codes import Cyclic, Repetition, gradient_code
-from thinwire.methods.sequential_codes import Coded, Master, Multiplexed, SelectiveRepeat
+from thinwire.lab.methods.bursty import Bursty
+from thinwire.lab.methods.gradient_codes import Cyclic, Repetition, gradient_code
+from thinwire.lab.methods.sequential_codes import Coded, Master, Multiplexed, SelectiveRepeat
 
 SCHEMES = [
     Multiplexed(8, 1, 2, 3), Multiplexed(8, 1, 2, 8), Multiplexed(12, 2, 3, 4), Multiplexed(12, 1, 3, 5), Multiplexed(12, 2, 4, 12),

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire as tw
-from thinwire.lm.model import Architecture, Transformer
-from thinwire.methods import JustOneByte
-from thinwire.methods.perturbed import Shifted
-from thinwire.methods.zeroth_order import INVALID, ZERO, Entry, apply, decode, direction, encode, magnitudes
+from thinwire.app.trainer.model import Architecture, Transformer
+from thinwire.lab.methods import JustOneByte
+from thinwire.lab.methods.perturbed import Shifted
+from thinwire.lab.methods.zeroth_order import INVALID, ZERO, Entry, apply, decode, direction, encode, magnitudes
 from thinwire.rng import normals, quantiles
 from thinwire.testing.toy import batch, same_bits, toy, weights
 

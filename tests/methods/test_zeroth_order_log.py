@@ -10,8 +10,8 @@ from loops import LOOPS, ToyRun, attach, train_toys, train_until
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.methods import Log
-from thinwire.methods.zeroth_order import apply
+from thinwire.lab.methods import Log
+from thinwire.lab.methods.zeroth_order import apply
 from thinwire.testing.toy import same_bits, toy, weights
 
 METHOD = LOOPS["just_one_byte"]

@@ -11,7 +11,7 @@ from strategies import METHODS
 
 import thinwire as tw
 from thinwire.codecs import E3M0, TopK
-from thinwire.elastic.driver import check
+from thinwire.drivers.elastic.driver import check
 from thinwire.pieces.aggregate import Values
 from thinwire.rng import Key
 from thinwire.testing.aggregates import NUMEL, accepts, drawn, estimate

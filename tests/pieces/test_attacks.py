@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from thinwire.catalogue.attacks import attack_of
 from thinwire.errors import ConfigurationError
-from thinwire.pieces.attacks import Attack, Scene, hidden
+from thinwire.lab.robust.attack_table import attack_of
+from thinwire.lab.robust.attacks import Attack, Scene, hidden
 from thinwire.rng import Key
 
 HONEST = torch.tensor([[1.0, 2.0], [3.0, 2.0], [2.0, 5.0]])

@@ -9,7 +9,7 @@ import torch
 
 from thinwire.catalogue.parsing import parse
 from thinwire.errors import ConfigurationError
-from thinwire.pieces.by_products import MDA, CenteredClipping, krum_scores
+from thinwire.lab.robust.by_products import MDA, CenteredClipping, krum_scores
 from thinwire.rng import Key
 
 

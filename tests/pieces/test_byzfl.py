@@ -14,11 +14,11 @@ import pytest
 import torch
 from aggregating import aggregated
 
-from thinwire.catalogue.attacks import attack_of
 from thinwire.catalogue.parsing import parse
-from thinwire.pieces.attacks import Scene
-from thinwire.pieces.by_products import krum_scores
-from thinwire.pieces.products import squared_distances
+from thinwire.lab.robust.attack_table import attack_of
+from thinwire.lab.robust.attacks import Scene
+from thinwire.lab.robust.by_products import krum_scores
+from thinwire.lab.robust.products import squared_distances
 from thinwire.rng import Key
 
 CASES = json.loads(Path(__file__).with_name("byzfl.json").read_text())["cases"]

@@ -11,9 +11,9 @@ from replicas_by_row import normal, spread_of
 
 from thinwire.codecs import E3M0, Identity, RandomK, TopK
 from thinwire.errors import ConfigurationError
-from thinwire.pieces.aggregate import Mean
-from thinwire.pieces.gasloc import GASLoC
-from thinwire.pieces.gossip import (
+from thinwire.lab.gossip.gasloc import GASLoC
+from thinwire.lab.gossip.mgs import MGS
+from thinwire.lab.gossip.rules import (
     AdaptThenCombine,
     Choco,
     CombineThenAdapt,
@@ -21,10 +21,8 @@ from thinwire.pieces.gossip import (
     PushSum,
     Tracking,
 )
-from thinwire.pieces.gossip_stability import largest_pull, radius_of_pairs, radius_of_rounds
-from thinwire.pieces.mgs import MGS
-from thinwire.pieces.outer import Nesterov
-from thinwire.topology import (
+from thinwire.lab.gossip.stability import largest_pull, radius_of_pairs, radius_of_rounds
+from thinwire.lab.topology import (
     Complete,
     Exponential,
     Listed,
@@ -35,6 +33,8 @@ from thinwire.topology import (
     Ring,
     mixing,
 )
+from thinwire.pieces.aggregate import Mean
+from thinwire.pieces.outer import Nesterov
 
 
 def rounds_of(rule, topology, x, rounds, *, train=None, codec=None, state=None, seed=0):

@@ -157,7 +157,7 @@ def test_invalid_settings_and_combinations_are_refused(make, message):
 
 
 def test_an_elastic_group_refuses_policies_that_count_rounds():
-    from thinwire.elastic.driver import check
+    from thinwire.drivers.elastic.driver import check
 
     with pytest.raises(tw.ConfigurationError, match="counts rounds that all have seen"):
         check(tw.Strategy(codec=tw.codecs.TopK(), policy=tw.pieces.policy.DensityWarmup(1)))

@@ -9,9 +9,9 @@ import torch
 
 from thinwire.catalogue.parsing import parse
 from thinwire.errors import ConfigurationError
+from thinwire.lab.robust.coordinates import Median
+from thinwire.lab.robust.pre_aggregation import ARC, Bucketing, NearestNeighbourMixing, StaticClipping
 from thinwire.pieces.aggregate import Mean
-from thinwire.pieces.pre_aggregation import ARC, Bucketing, NearestNeighbourMixing, StaticClipping
-from thinwire.pieces.robust import Median
 from thinwire.rng import Key
 
 

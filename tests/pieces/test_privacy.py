@@ -13,7 +13,7 @@ import torch
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
-from thinwire.pieces.privacy import gaussian
+from thinwire.lab.privacy import gaussian
 from thinwire.testing.toy import adamw, batch, inner_step, toy, weights
 
 needs_accountant = pytest.mark.skipif(
@@ -23,7 +23,7 @@ QUIET = 1e-30  # noise that vanishes beside a delta in fp32
 
 
 def clipped(x: torch.Tensor, clip: float = 1.0) -> torch.Tensor:
-    return tw.pieces.privacy.Privacy(clip, QUIET).apply(x.clone(), size=1)
+    return tw.lab.privacy.Privacy(clip, QUIET).apply(x.clone(), size=1)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_leaving_out_one_replica_changes_the_sum_by_at_most_the_clip():
 @pytest.mark.parametrize("size", [1, 4])
 def test_the_noise_of_the_sum_has_the_requested_deviation(size):
     """χ² of 200,000 draws within five of its deviations, and the share beyond two deviations and the fourth moment of a normal law."""
-    privacy, count = tw.pieces.privacy.Privacy(clip=0.5, noise=3.0), 200_000
+    privacy, count = tw.lab.privacy.Privacy(clip=0.5, noise=3.0), 200_000
     total = sum(privacy.apply(torch.zeros(count), size).double() for _ in range(size)) / (3.0 * 0.5)
     assert abs(float(total.square().sum()) - count) < 5 * math.sqrt(2 * count)
     assert abs(float(total.mean())) < 5 / math.sqrt(count)
@@ -121,10 +121,10 @@ def test_epsilon_lies_between_the_exact_value_and_the_closed_form():
 
     assert closed_form(10.0, 100, 1e-5) == pytest.approx(5.30, abs=0.005)
     for noise, rounds, delta in ((10.0, 100, 1e-5), (1.0, 1, 1e-5), (4.0, 30, 1e-6), (50.0, 1000, 1e-9)):
-        said = tw.pieces.privacy.Privacy(1.0, noise, delta).epsilon(rounds)
+        said = tw.lab.privacy.Privacy(1.0, noise, delta).epsilon(rounds)
         exact = get_epsilon_gaussian(noise / math.sqrt(rounds), delta)
         assert exact <= said <= closed_form(noise, rounds, delta) * 1.001
-    assert tw.pieces.privacy.Privacy(1.0, 10.0).epsilon(100) == pytest.approx(4.73, abs=0.01)
+    assert tw.lab.privacy.Privacy(1.0, 10.0).epsilon(100) == pytest.approx(4.73, abs=0.01)
 
 
 def test_the_accountant_gets_the_noise_that_each_observer_sees(monkeypatch):
@@ -140,7 +140,7 @@ def test_the_accountant_gets_the_noise_that_each_observer_sees(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "dp_accounting", SimpleNamespace(GaussianDpEvent=float))
     monkeypatch.setitem(sys.modules, "dp_accounting.rdp", SimpleNamespace(RdpAccountant=Accountant))
-    privacy = tw.pieces.privacy.Privacy(2.0, 8.0, 0.25)
+    privacy = tw.lab.privacy.Privacy(2.0, 8.0, 0.25)
     assert [privacy.epsilon(rounds) for rounds in (0, 1, 4)] == [0.0, 0.5, 2.0]
     assert privacy.epsilon_of_packets(4, 16) == 8.0
     said = {"epsilon": 2.0, "epsilon_of_packets": 8.0, "delta": 0.25, "rounds": 4, "clip": 2.0, "noise": 8.0}
@@ -150,20 +150,20 @@ def test_the_accountant_gets_the_noise_that_each_observer_sees(monkeypatch):
 @needs_accountant
 def test_more_rounds_and_less_noise_raise_epsilon():
     assert (
-        tw.pieces.privacy.Privacy(1.0, 2.0).epsilon(10)
-        < tw.pieces.privacy.Privacy(1.0, 2.0).epsilon(20)
-        < tw.pieces.privacy.Privacy(1.0, 1.0).epsilon(20)
+        tw.lab.privacy.Privacy(1.0, 2.0).epsilon(10)
+        < tw.lab.privacy.Privacy(1.0, 2.0).epsilon(20)
+        < tw.lab.privacy.Privacy(1.0, 1.0).epsilon(20)
     )
-    privacy = tw.pieces.privacy.Privacy(1.0, 8.0)
+    privacy = tw.lab.privacy.Privacy(1.0, 8.0)
     assert privacy.epsilon(0) == 0 and privacy.epsilon_of_packets(10, 1) == privacy.epsilon(10)
-    assert privacy.epsilon_of_packets(10, 4) == pytest.approx(tw.pieces.privacy.Privacy(1.0, 4.0).epsilon(10))
+    assert privacy.epsilon_of_packets(10, 4) == pytest.approx(tw.lab.privacy.Privacy(1.0, 4.0).epsilon(10))
     assert privacy.spent(10, 4)["unit"] == "replica" and privacy.spent(10, 4)["rounds"] == 10
 
 
 @pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is not None, reason="dp-accounting is installed")
 def test_a_missing_accountant_is_an_error_with_advice():
     with pytest.raises(tw.ConfigurationError, match=r"pip install 'thinwire\[privacy\]'"):
-        tw.pieces.privacy.Privacy().epsilon(1)
+        tw.lab.privacy.Privacy().epsilon(1)
 
 
 # ---- in a replica
@@ -187,7 +187,7 @@ def test_negligible_noise_and_a_large_clip_change_nothing():
     for one in (tw.local_sgd(every=2), tw.streaming_diloco(every=4, fragments=2, delay=1, codec=tw.codecs.Cast())):
         import dataclasses
 
-        private = dataclasses.replace(one, privacy=tw.pieces.privacy.Privacy(1e6, QUIET))
+        private = dataclasses.replace(one, privacy=tw.lab.privacy.Privacy(1e6, QUIET))
         for (got, _, sent), (due, _, nbytes) in zip(train(private), train(one)):
             torch.testing.assert_close(got, due, rtol=0, atol=1e-6)
             assert sent == nbytes
@@ -195,15 +195,13 @@ def test_negligible_noise_and_a_large_clip_change_nothing():
 
 def test_private_replicas_agree_and_two_runs_differ():
     strategy = tw.Strategy(
-        schedule=tw.pieces.schedule.Every(2), codec=tw.codecs.E3M0(32), privacy=tw.pieces.privacy.Privacy(0.5, 0.3)
+        schedule=tw.pieces.schedule.Every(2), codec=tw.codecs.E3M0(32), privacy=tw.lab.privacy.Privacy(0.5, 0.3)
     )
     (a, _, _), (b, _, _) = train(strategy)
     (c, _, _), _ = train(strategy)
     assert torch.equal(a, b) and not torch.equal(a, c)
     alone, twice = (
-        train(tw.Strategy(schedule=tw.pieces.schedule.Every(2), privacy=tw.pieces.privacy.Privacy(0.5, 0.3)), size=1)[
-            0
-        ][0]
+        train(tw.Strategy(schedule=tw.pieces.schedule.Every(2), privacy=tw.lab.privacy.Privacy(0.5, 0.3)), size=1)[0][0]
         for _ in range(2)
     )
     assert not torch.equal(alone, twice)  # one replica that averages with itself adds noise, too
@@ -211,7 +209,7 @@ def test_private_replicas_agree_and_two_runs_differ():
 
 def test_an_outer_step_moves_by_at_most_the_clip():
     """One of the two replicas trains with a learning rate of 1,000."""
-    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(1), privacy=tw.pieces.privacy.Privacy(1e-3, QUIET))
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(1), privacy=tw.lab.privacy.Privacy(1e-3, QUIET))
 
     def rank_of(group):
         model = toy()
@@ -242,18 +240,18 @@ def test_an_outer_step_moves_by_at_most_the_clip():
             "choose the codec by the data",
         ),
         (lambda p: tw.Strategy(privacy=1.0), "Privacy"),
-        (lambda p: tw.pieces.privacy.Privacy(0.0), "above 0"),
-        (lambda p: tw.pieces.privacy.Privacy(1.0, 0.0), "without noise nothing is private"),
-        (lambda p: tw.pieces.privacy.Privacy(1.0, math.inf), "above 0"),
-        (lambda p: tw.pieces.privacy.Privacy(1.0, 1.0, 1.0), "between 0 and 1"),
-        (lambda p: tw.pieces.privacy.Privacy(1.0, 1.0, 0.0), "between 0 and 1"),
-        (lambda p: tw.pieces.privacy.Privacy(math.inf), "above 0"),
-        (lambda p: tw.pieces.privacy.Privacy(math.nan), "above 0"),
+        (lambda p: tw.lab.privacy.Privacy(0.0), "above 0"),
+        (lambda p: tw.lab.privacy.Privacy(1.0, 0.0), "without noise nothing is private"),
+        (lambda p: tw.lab.privacy.Privacy(1.0, math.inf), "above 0"),
+        (lambda p: tw.lab.privacy.Privacy(1.0, 1.0, 1.0), "between 0 and 1"),
+        (lambda p: tw.lab.privacy.Privacy(1.0, 1.0, 0.0), "between 0 and 1"),
+        (lambda p: tw.lab.privacy.Privacy(math.inf), "above 0"),
+        (lambda p: tw.lab.privacy.Privacy(math.nan), "above 0"),
     ],
 )
 def test_settings_without_a_privacy_guarantee_are_refused(make, says):
     with pytest.raises(tw.ConfigurationError, match=says):
-        make(tw.pieces.privacy.Privacy())
+        make(tw.lab.privacy.Privacy())
 
 
 def test_noise_on_both_low_rank_factors_multiplies():

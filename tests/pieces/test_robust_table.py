@@ -12,9 +12,9 @@ import torch
 from aggregating import aggregated
 from torch import Tensor
 
-from thinwire.catalogue.attacks import attack_of
 from thinwire.catalogue.parsing import parse
-from thinwire.pieces.attacks import Scene
+from thinwire.lab.robust.attack_table import attack_of
+from thinwire.lab.robust.attacks import Scene
 from thinwire.rng import Key
 
 RULES = (

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.catalogue.attacks import attack_of
 from thinwire.codecs import E3M0, Identity
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.attacked import AttackedGossip, with_liars
-from thinwire.pieces.attacks import LabelFlip, Replay, Sybils
-from thinwire.pieces.gossip import CombineThenAdapt
-from thinwire.pieces.robust import Median
-from thinwire.pieces.trust import Bristle, Heard, SybilWall, qualities, sketch, trust, weighed
+from thinwire.lab.gossip.rules import CombineThenAdapt
+from thinwire.lab.gossip.trust import Bristle, Heard, SybilWall, qualities, sketch, trust, weighed
+from thinwire.lab.robust.attack_table import attack_of
+from thinwire.lab.robust.attacked import AttackedGossip, with_liars
+from thinwire.lab.robust.attacks import LabelFlip, Replay, Sybils
+from thinwire.lab.robust.coordinates import Median
+from thinwire.lab.topology import Complete, RandomPairs, Ring
 from thinwire.rng import Key
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
-from thinwire.topology import Complete, RandomPairs, Ring
 
 WIDTH = 64
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from thinwire import streaming_sign
-from thinwire.cli import capacity, doctor, main
+from thinwire.app.cli import capacity, doctor, main
+from thinwire.app.plan.by_link import by_link, follows_link
+from thinwire.app.plan.compute import skeleton
+from thinwire.app.plan.expected import FORMS, cost_of_delay
+from thinwire.app.plan.links import Links
+from thinwire.app.plan.machine import Machine
+from thinwire.app.plan.search import settings
+from thinwire.app.plan.setting import Task
+from thinwire.app.trainer.run import Run
 from thinwire.comm import Link
-from thinwire.lm.run import Run
-from thinwire.plan.by_link import by_link, follows_link
-from thinwire.plan.compute import skeleton
-from thinwire.plan.expected import FORMS, cost_of_delay
-from thinwire.plan.links import Links
-from thinwire.plan.machine import Machine
-from thinwire.plan.search import settings
-from thinwire.plan.setting import Task
 
 Capture = pytest.CaptureFixture[str]
 DEFAULT, ALL_SIGNS = FORMS[:2]

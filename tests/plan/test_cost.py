@@ -9,15 +9,16 @@ from random import Random
 import pytest
 
 from thinwire import data_parallel, diloco, streaming_diloco
+from thinwire.app.plan import cost
+from thinwire.app.plan.cost import FragmentSeconds, follow
+from thinwire.app.plan.links import Links
+from thinwire.app.records.units import text_of_seconds
+from thinwire.app.trainer.model import SIZES
 from thinwire.comm import Link
-from thinwire.lm.model import SIZES
+from thinwire.lab.plan import stage_order
+from thinwire.lab.simulate.pipeline import pipeline_seconds
 from thinwire.pieces.schedule import Staggered
-from thinwire.plan import cost, stage_order
-from thinwire.plan.cost import FragmentSeconds, follow
-from thinwire.plan.links import Links
 from thinwire.recipes import eager_diloco
-from thinwire.records.units import text_of_seconds
-from thinwire.simulate.pipeline import pipeline_seconds
 
 
 def test_time_without_overlap_is_a_stall() -> None:
@@ -157,8 +158,8 @@ def test_given_offsets_of_a_schedule_are_followed() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_predicted_and_simulated_utilization_agree(seed: int) -> None:
     """Within 4 %: the prediction is for a long run, a simulated run also has a beginning and an end."""
-    scenario = pytest.importorskip("thinwire.simulate.scenario", reason="there is no simulator in this version")
-    simulated = pytest.importorskip("thinwire.simulate.replicas")
+    scenario = pytest.importorskip("thinwire.lab.simulate.scenario", reason="there is no simulator in this version")
+    simulated = pytest.importorskip("thinwire.lab.simulate.replicas")
     draw = Random(seed)
     replicas, step, every = draw.choice([2, 3, 4]), 10 ** draw.uniform(-2, 0.5), draw.choice([10, 30, 100])
     numels = [int(10 ** draw.uniform(5, 6.5)) for _ in range(draw.choice([1, 3, 8, 12]))]

@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 
+from thinwire.app.plan.exchanges import ring_seconds, star_seconds, ways
+from thinwire.app.plan.links import Links
 from thinwire.comm import Link
 from thinwire.exchange import Direct, Star, TwoShot
-from thinwire.plan.exchanges import ring_seconds, star_seconds, ways
-from thinwire.plan.links import Links
 
 # A star and gloo's ring among four replicas with uplinks of 200 Mbit/s, emulated: one-way delay, bytes, seconds of each.
 MEASURED = [

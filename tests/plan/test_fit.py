@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from published_losses import MEASURED
 
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.plan.scaling import FITTED, LAWS, REPLICAS
 from thinwire.errors import DataError
-from thinwire.plan.fit import Ladder, density, fit, hold_out, intervals
-from thinwire.plan.scaling import FITTED, LAWS, REPLICAS
+from thinwire.lab.plan.fit import Ladder, density, fit, hold_out, intervals
 
 
 def published_losses() -> Ladder:

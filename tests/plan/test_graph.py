@@ -7,12 +7,12 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
+from thinwire.app.plan.links import Links
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.plan.graph import graph_chart, halving_seconds, round_seconds, within_budget
-from thinwire.plan.links import Links
-from thinwire.topology import Complete, Listed, OnePeerExponential, RandomPairs, Ring, check_size, spectrum
-from thinwire.topology.base import reachable
+from thinwire.lab.plan.graph import graph_chart, halving_seconds, round_seconds, within_budget
+from thinwire.lab.topology import Complete, Listed, OnePeerExponential, RandomPairs, Ring, check_size, spectrum
+from thinwire.lab.topology.base import reachable
 
 
 def random_links(size, seed):

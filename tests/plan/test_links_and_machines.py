@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.app.plan import compute, search
+from thinwire.app.plan.links import Links
+from thinwire.app.plan.machine import CodecSpeed, Machine, Step
+from thinwire.app.trainer.model import SIZES
+from thinwire.app.trainer.run import Run
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.lm.model import SIZES
-from thinwire.lm.run import Run
-from thinwire.plan import compute, search
-from thinwire.plan.links import Links
-from thinwire.plan.machine import CodecSpeed, Machine, Step
 
 LEAST = 'memory = "1GB"\nflops_per_second = 1\n'
 BY_HAND = """

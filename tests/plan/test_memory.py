@@ -15,24 +15,24 @@ import pytest
 import torch
 
 from thinwire import Group, data_parallel, diloco, run_threads, streaming_diloco, streaming_sign
-from thinwire.cli import main
-from thinwire.cli.capacity import memory_of
+from thinwire.app.cli import main
+from thinwire.app.cli.capacity import memory_of
+from thinwire.app.plan.compute import skeleton
+from thinwire.app.plan.links import Links
+from thinwire.app.plan.machine import Machine
+from thinwire.app.plan.memory import activation_nbytes, kept_nbytes, most_at_once, replica_memory, saved_nbytes
+from thinwire.app.plan.search import Task, settings
+from thinwire.app.trainer.model import SIZES, Architecture, Transformer
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.setup import make_model
 from thinwire.codecs import E3M0, Sign, TopK
 from thinwire.comm import Link, quantities
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import TwoShot
 from thinwire.exchange.chunks import PIECE_NUMEL
-from thinwire.lm.model import SIZES, Architecture, Transformer
-from thinwire.lm.run import Run
-from thinwire.lm.setup import make_model
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import DelayedNesterov
 from thinwire.pieces.partition import Strided
-from thinwire.plan.compute import skeleton
-from thinwire.plan.links import Links
-from thinwire.plan.machine import Machine
-from thinwire.plan.memory import activation_nbytes, kept_nbytes, most_at_once, replica_memory, saved_nbytes
-from thinwire.plan.search import Task, settings
 from thinwire.recipes import eager_diloco, sparse_loco
 from thinwire.replica import Replica
 from thinwire.strategy import Strategy
@@ -294,7 +294,7 @@ def test_less_memory_than_the_libraries_need_is_refused(
 
 TRAIN = """
 import resource, sys
-from thinwire.cli import main
+from thinwire.app.cli import main
 code = main(["train", *sys.argv[1:]])
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10)  # of the largest replica
 sys.exit(code)
@@ -311,7 +311,7 @@ def test_predicted_memory_is_close_to_the_peak_of_two_processes(
     glibc keeps 0.1 to 1.0 of the freed memory, which depends on the layout of its arenas. The prediction takes 0.5.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     Path("text.txt").write_text("All that glisters is not gold. " * 4000)
     small = {"steps": 12, "eval_every": 6, "eval_batches": 1, "checkpoint_every": 6, "text": ("text.txt",)}
     Run.of(model="mini", **small | setting).save(Path("run.toml"))  # type: ignore[arg-type]

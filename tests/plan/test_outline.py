@@ -14,14 +14,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thinwire import streaming_diloco
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.plan.compute import shape_of
+from thinwire.app.plan.memory import activation_nbytes, replica_memory, saved_nbytes
+from thinwire.app.plan.outline import Outline, kept_by_autograd, outline_of
+from thinwire.app.trainer.huggingface import HuggingFace, hugging_face
+from thinwire.app.trainer.model import SIZES, Transformer
+from thinwire.app.trainer.run import Run
 from thinwire.errors import ConfigurationError
-from thinwire.lm.huggingface import HuggingFace, hugging_face
-from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.run import Run
-from thinwire.plan.compute import shape_of
-from thinwire.plan.memory import activation_nbytes, replica_memory, saved_nbytes
-from thinwire.plan.outline import Outline, kept_by_autograd, outline_of
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 160},

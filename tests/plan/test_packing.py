@@ -11,10 +11,10 @@ from random import Random
 
 import pytest
 
-from thinwire.cli import main
-from thinwire.data_ledger.packs import attention_cost
+from thinwire.app.cli import main
+from thinwire.app.jobs.packs import attention_cost
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.plan.packing import Packing, in_order, pack
+from thinwire.lab.plan.packing import Packing, in_order, pack
 
 COST = attention_cost(256)
 

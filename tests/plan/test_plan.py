@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.plan import expected, explain, scaling
+from thinwire.app.plan.links import Links
+from thinwire.app.plan.machine import CodecSpeed, Machine
+from thinwire.app.plan.memory import replica_memory
+from thinwire.app.plan.search import SEARCHED, Setting, Task, settings
+from thinwire.app.plan.targets import Targets, meeting
+from thinwire.app.trainer.model import SIZES
+from thinwire.app.trainer.run import Run
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.lm.model import SIZES
-from thinwire.lm.run import Run
-from thinwire.plan import expected, explain, scaling
-from thinwire.plan.links import Links
-from thinwire.plan.machine import CodecSpeed, Machine
-from thinwire.plan.memory import replica_memory
-from thinwire.plan.search import SEARCHED, Setting, Task, settings
-from thinwire.plan.targets import Targets, meeting
 from thinwire.recipes import RECIPES
 
 GPU = Machine("gpu", memory_nbytes=80 * 10**9, flops_per_second=1.5e14, device="cuda")
@@ -250,7 +250,7 @@ def test_probe_plan_and_train_work_in_sequence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On an emulated link. The run file of the plan trains without changes."""
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("All that glisters is not gold. " * 4000)
     small = ["--model", "nano", "--sequence", "16"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import main
-from thinwire.lm.run import Run
-from thinwire.plan.machine import Machine
+from thinwire.app.cli import main
+from thinwire.app.plan.machine import Machine
+from thinwire.app.trainer.run import Run
 
 CPU = Machine("cpu", memory_nbytes=80 * 10**9, flops_per_second=1.5e14)
 

@@ -12,17 +12,17 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from thinwire.cli import figures, main
+from thinwire.app.cli import figures, main
+from thinwire.app.plan.figure import frontier_chart, rates_chart, rates_of_runs
+from thinwire.app.plan.links import Links
+from thinwire.app.plan.machine import Machine
+from thinwire.app.plan.search import Setting, Task, settings
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.report.charts import Chart, ChartState
+from thinwire.app.report.svg import drawing
+from thinwire.app.trainer.run import Run
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.lm.run import Run
-from thinwire.plan.figure import frontier_chart, rates_chart, rates_of_runs
-from thinwire.plan.links import Links
-from thinwire.plan.machine import Machine
-from thinwire.plan.search import Setting, Task, settings
-from thinwire.records.run_record import RunRecord
-from thinwire.report.charts import Chart, ChartState
-from thinwire.report.svg import drawing
 
 GPU = Machine("gpu", memory_nbytes=80 * 10**9, flops_per_second=1.5e14, device="cuda")
 TASK = Task(

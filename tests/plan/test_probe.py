@@ -13,12 +13,12 @@ import pytest
 from torch import Tensor
 
 from thinwire import run_threads
+from thinwire.app.plan import probe
+from thinwire.app.plan.probe import TRAINS, Probe, line, pairings, probe_links
 from thinwire.comm import Group, Link, LinkedGroup
 from thinwire.comm.group import Transfer
 from thinwire.comm.uplink import Uplink
 from thinwire.errors import ConfigurationError
-from thinwire.plan import probe
-from thinwire.plan.probe import TRAINS, Probe, line, pairings, probe_links
 
 
 @pytest.mark.parametrize("size", range(2, 11))

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.cli import main
-from thinwire.cli.checks import memory_of_each
+from thinwire.app.cli import main
+from thinwire.app.cli.checks import memory_of_each
+from thinwire.app.plan.links import Links
+from thinwire.app.plan.machine import Machine
+from thinwire.app.trainer.run import Run
 from thinwire.comm import Link, ThreadGroup
-from thinwire.lm.run import Run
-from thinwire.plan.links import Links
-from thinwire.plan.machine import Machine
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 QUICK = ["--model", "nano", "--sequence", "16", "--seconds", "0.05", "--trips", "3"]
@@ -53,7 +53,7 @@ def test_the_memory_of_a_machine_with_gpus_is_theirs(tmp_path: Path, monkeypatch
         seen.append(memory_nbytes)
         return Machine(name, memory_nbytes, 1e11, device="cuda")
 
-    monkeypatch.setattr("thinwire.cli.probe.probe_machine", measured)
+    monkeypatch.setattr("thinwire.app.cli.probe.probe_machine", measured)
     assert main(["probe", "--what", "machine", "--out", str(tmp_path)]) == 0 and seen == [60]
     assert [memory_of_each(sharing) for sharing in (1, 2, 3, 4, 5)] == [60, 60, 30, 30, 20]
 
@@ -65,11 +65,12 @@ def test_each_rank_measures_its_own_gpu(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((60 + len(chosen)) * 10**9, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr("thinwire.lm.launch.joined", lambda *given: nullcontext(ThreadGroup.create(1)[0]))
+    monkeypatch.setattr("thinwire.app.trainer.launch.joined", lambda *given: nullcontext(ThreadGroup.create(1)[0]))
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(
-        "thinwire.cli.probe.probe_machine", lambda run, name, memory, *rest: Machine(name, memory, 1e11, device="cuda")
+        "thinwire.app.cli.probe.probe_machine",
+        lambda run, name, memory, *rest: Machine(name, memory, 1e11, device="cuda"),
     )
     assert main(["probe", "--what", "machine", "--name", "box", "--out", str(tmp_path)]) == 0
     assert chosen == [torch.device("cuda", 1)] and Machine.load(tmp_path / "machine.toml").memory_nbytes == 61 * 10**9

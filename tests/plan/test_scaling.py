@@ -7,9 +7,9 @@ import math
 import pytest
 from published_losses import MEASURED
 
+from thinwire.app.plan import expected, scaling
+from thinwire.app.plan.scaling import FITTED, JOINT, LAWS, REPLICAS, outer_lr, predict
 from thinwire.errors import ConfigurationError
-from thinwire.plan import expected, scaling
-from thinwire.plan.scaling import FITTED, JOINT, LAWS, REPLICAS, outer_lr, predict
 
 
 @pytest.mark.parametrize("parameters", [n for n in MEASURED if n <= FITTED[1]])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from thinwire.app.plan.sharding import FP32, MIXED, Shards, traffic
 from thinwire.errors import ConfigurationError
-from thinwire.plan.sharding import FP32, MIXED, Shards, traffic
 
 N, R = 1_000_000, 8
 

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.plan import cost, search, sites
+from thinwire.app.plan.links import Links
+from thinwire.app.plan.machine import Machine
+from thinwire.app.plan.search import Task, settings
+from thinwire.app.trainer.run import Run
 from thinwire.comm import Link
-from thinwire.lm.run import Run
-from thinwire.plan import cost, search, sites
-from thinwire.plan.links import Links
-from thinwire.plan.machine import Machine
-from thinwire.plan.search import Task, settings
 from thinwire.strategy import Strategy
 
 BASE = Run.of(model="100m", sequence=512)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import thinwire as tw
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.trainer.model import Architecture, Transformer
 from thinwire.comm import Link
-from thinwire.lm.model import Architecture, Transformer
-from thinwire.plan.split import layers_of, split
-from thinwire.plan.tensor_parallel import Layer, TensorParallel, derive, waiting
+from thinwire.lab.plan.split import layers_of, split
+from thinwire.lab.plan.tensor_parallel import Layer, TensorParallel, derive, waiting
 
 if TYPE_CHECKING:
     import transformers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.records.choices import MOST_LISTED, SHOWN, listed, nearest
+from thinwire.choices import MOST_LISTED, SHOWN, listed, nearest
 
 
 @pytest.mark.parametrize("count", [0, 1, MOST_LISTED, MOST_LISTED + 1, 100])

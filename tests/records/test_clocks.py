@@ -14,11 +14,11 @@ import torch
 from run_folders import read_events
 
 import thinwire as tw
-from thinwire.cli import main
-from thinwire.diagnosis.records import Flow, Record
-from thinwire.records.clocks import Bounds, Pair, common_bounds, offsets_of, solve, timed_records
-from thinwire.records.events import EventLog
-from thinwire.records.run_record import RunRecord
+from thinwire.app.cli import main
+from thinwire.app.records.clocks import Bounds, Pair, common_bounds, offsets_of, solve, timed_records
+from thinwire.app.records.events import EventLog
+from thinwire.app.records.run_record import RunRecord
+from thinwire.exchange.record import Flow, Record
 
 AHEAD = {"0": 0.0, "1": 5.0, "2": -3.25, "3": 0.002}  # seconds
 

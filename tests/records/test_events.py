@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from run_folders import read_events
 
+from thinwire.app.records import events
+from thinwire.app.records.events import EVENTS, EventLog, Tail, being_written, recent_events
 from thinwire.errors import DataError
-from thinwire.records import events
-from thinwire.records.events import EVENTS, EventLog, Tail, being_written, recent_events
 
 SOURCE = Path(events.__file__).parents[1]
 

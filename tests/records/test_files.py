@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.records.files import save_file, write_whole
+from thinwire.files import save_file, write_whole
 
 
 def test_a_file_is_replaced(tmp_path: Path):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from thinwire.cli.summary import exit_code_of, without_result
-from thinwire.records.losses import useless
-from thinwire.records.participation import (
+from thinwire.app.cli.summary import exit_code_of, without_result
+from thinwire.app.records.losses import useless
+from thinwire.app.records.participation import (
     MembershipLog,
     Participation,
     RoundSeen,
@@ -22,11 +22,11 @@ from thinwire.records.participation import (
     numbers,
     session_begins,
 )
-from thinwire.records.run_record import RunRecord
-from thinwire.records.sessions import Span
-from thinwire.report.progress import Progress
-from thinwire.report.report import write_report
-from thinwire.report.timeline import timeline_chart
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.records.sessions import Span
+from thinwire.app.report.progress import Progress
+from thinwire.app.report.report import write_report
+from thinwire.app.report.timeline import timeline_chart
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 Start = Callable[..., dict[str, Any]]

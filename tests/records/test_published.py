@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from thinwire.app.records.patches import apply_patch, encode_patch
+from thinwire.app.records.published import NOTHING, Change, FragmentVersion, Layout, Publication, Resource
 from thinwire.errors import PacketError
-from thinwire.records.patches import apply_patch, encode_patch
-from thinwire.records.published import NOTHING, Change, FragmentVersion, Layout, Publication, Resource
 
 ANY = "ab" * 32
 OTHER = "cd" * 32

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.records.history import History
+from thinwire.app.records.replica_record import smoothed
+from thinwire.app.records.run_record import RunRecord, provenance_of
+from thinwire.app.records.units import text_of_loss, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.errors import DataError
-from thinwire.records.history import History
-from thinwire.records.replica_record import smoothed
-from thinwire.records.run_record import RunRecord, provenance_of
-from thinwire.records.units import text_of_loss, text_of_nbytes, text_of_rate, text_of_seconds
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 Start = Callable[..., dict[str, Any]]

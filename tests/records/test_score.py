@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import main
-from thinwire.records.run_record import RunRecord, best_loss
-from thinwire.records.score import Score
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord, best_loss
+from thinwire.app.records.score import Score
 
 RUN = ["train", "--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 
@@ -26,7 +26,7 @@ def test_the_score_is_the_product_of_its_measured_parts() -> None:
 def test_parts_are_computed_from_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i}\n" for i in range(3000)))
     for name, steps in (("short", 4), ("long", 12)):

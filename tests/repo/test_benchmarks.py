@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import VERBS
-from thinwire.lm.run import PARTS
-from thinwire.methods import METHODS
+from thinwire.app.cli import VERBS
+from thinwire.app.trainer.run import PARTS
+from thinwire.lab.methods import METHODS
 from thinwire.recipes import RECIPES
 
 FILES = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
@@ -27,7 +27,7 @@ OTHERS = {"bind", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "po
 @cache
 def options():
     """The names of all options of all verbs."""
-    modules = [importlib.import_module(f"thinwire.cli.{verb}") for verb in VERBS if verb != "resume"]
+    modules = [importlib.import_module(f"thinwire.app.cli.{verb}") for verb in VERBS if verb != "resume"]
     kinds = [*(module.Options for module in modules if hasattr(module, "Options")), *PARTS.values()]
     return {field.name for kind in kinds for field in dataclasses.fields(kind)} | {"seed", "help"}
 

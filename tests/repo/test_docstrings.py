@@ -15,9 +15,9 @@ from pieces import over
 
 from thinwire.catalogue.parsing import PIECES
 from thinwire.codecs import Codec, RandomK
-from thinwire.decoupled.method import DECOUPLED
+from thinwire.drivers.unequal.method import DECOUPLED
 from thinwire.exchange import Exchange
-from thinwire.methods import CODISTILL, METHODS
+from thinwire.lab.methods import CODISTILL, METHODS
 from thinwire.recipes import RECIPES
 
 if TYPE_CHECKING:

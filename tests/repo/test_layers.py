@@ -11,7 +11,7 @@ import code_map
 import pytest
 
 import thinwire
-from thinwire.cli import VERBS
+from thinwire.app.cli import VERBS
 
 SOURCE, TESTS = Path(thinwire.__file__).parent, Path(__file__).parents[1]
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
@@ -34,7 +34,7 @@ public
 PACKAGES = _ORDER.split()
 
 FACES = ("__init__", "__main__")  # `import thinwire`, `python -m thinwire`
-ENVIRONMENT = "lm/launch.py"  # reads the variables that torchrun sets
+ENVIRONMENT = "app/trainer/launch.py"  # reads the variables that torchrun sets
 
 
 @cache
@@ -121,7 +121,7 @@ def test_files_import_each_other_in_no_circle():
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_imports_no_other_verb(verb: str):
     """What several verbs use is in a module of its own. `thinwire resume` is `thinwire train --resume`."""
-    others = {f"thinwire.cli.{other}" for other in VERBS if other != verb and (verb, other) != ("resume", "train")}
+    others = {f"thinwire.app.cli.{other}" for other in VERBS if other != verb and (verb, other) != ("resume", "train")}
     for file in FILES:
         if file.startswith((f"cli/{verb}.", f"cli/{verb}/")):
             assert not imports(file) & others, file

@@ -14,10 +14,10 @@ import recipes
 import tables
 from pages import ROOT, commands
 
-from thinwire import methods
+from thinwire.app.cli import options, train
 from thinwire.catalogue.parsing import PIECES, parse
-from thinwire.cli import options, train
 from thinwire.errors import ConfigurationError
+from thinwire.lab import methods
 from thinwire.recipes import RECIPES
 
 NAMED = recipes.NAMED

@@ -15,14 +15,14 @@ from pages import PAGES, ROOT, blocks, commands
 from pieces import over
 from torch.distributed.run import get_args_parser
 
-from thinwire.cli import VERBS, options
-from thinwire.cli.plan.command import BESIDE
-from thinwire.cli.simulate.command import STUDIES
+from thinwire.app.cli import VERBS, options
+from thinwire.app.cli.plan.command import BESIDE
+from thinwire.app.records.units import text_of_rate
+from thinwire.app.trainer.run import Run
 from thinwire.codecs import E3M0
 from thinwire.errors import ConfigurationError
-from thinwire.lm.run import Run
+from thinwire.lab.cli.simulate.command import STUDIES
 from thinwire.recipes import RECIPES
-from thinwire.records.units import text_of_rate
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -58,7 +58,7 @@ def check_thinwire(arguments: list[str], folder: Path) -> None:
         study, *rest = rest
         assert study in STUDIES
         verb = f"simulate.{study}"
-    module = importlib.import_module(f"thinwire.cli.{verb}")
+    module = importlib.import_module(f"thinwire.app.cli.{verb}")
     if rest == ["--help"]:
         return
     asked = options.read(module.Options, verb, rest, "")

@@ -18,10 +18,10 @@ from pages import ROOT
 from pieces import over
 
 import thinwire
-from thinwire.cli import VERBS
-from thinwire.cli.plan.command import BESIDE
-from thinwire.cli.simulate.command import STUDIES
-from thinwire.lm.run import PART_OF, PARTS, Run
+from thinwire.app.cli import VERBS
+from thinwire.app.cli.plan.command import BESIDE
+from thinwire.app.trainer.run import PART_OF, PARTS, Run
+from thinwire.lab.cli.simulate.command import STUDIES
 
 if TYPE_CHECKING:
     from public_names import DOCUMENTED
@@ -104,7 +104,7 @@ def test_the_options_of_a_run_are_exactly_those_listed():
 def options_of(command: str) -> type:
     """Returns the class with the options of a verb, or of a part of one."""
     module = command.replace(" ", ".")
-    kind: type = importlib.import_module(f"thinwire.cli.{module}").Options
+    kind: type = importlib.import_module(f"thinwire.app.cli.{module}").Options
     return kind
 
 
@@ -133,8 +133,8 @@ def test_verbs_equal_those_on_the_pages():
 def test_examples_in_docstrings_run():
     bridges = {
         "thinwire.integrations.torchtitan": "torchtitan",
-        "thinwire.report.trackers.mlflow": "mlflow",
-        "thinwire.report.trackers.wandb": "wandb",
+        "thinwire.app.report.trackers.mlflow": "mlflow",
+        "thinwire.app.report.trackers.wandb": "wandb",
     }
     # the dev extra does not install every bridge's library
     here = [n for n in MODULES if n not in bridges or importlib.util.find_spec(bridges[n])]

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from pages import ROOT
 
-from thinwire.cli import main
-from thinwire.records.run_record import RunRecord
-from thinwire.report.charts import Chart
-from thinwire.report.distributions import QUANTITIES, distribution_charts, samples
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.report.charts import Chart
+from thinwire.app.report.distributions import QUANTITIES, distribution_charts, samples
 
 Make = Callable[..., Path]
 

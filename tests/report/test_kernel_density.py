@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from thinwire.report.kernel_density import Floats, bandwidth, kernel_density, silverman
+from thinwire.app.report.kernel_density import Floats, bandwidth, kernel_density, silverman
 
 SEEDS = (0, 1, 2, 3)
 

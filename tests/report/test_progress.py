@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli import main
-from thinwire.records.events import EventLog
-from thinwire.records.participation import CARRIER
-from thinwire.records.run_record import RunRecord
-from thinwire.records.units import NOTHING
-from thinwire.report import progress as module
-from thinwire.report.progress import Progress, compare_table, final_table
-from thinwire.report.replica_progress import ReplicaProgress
-from thinwire.report.top import Top
+from thinwire.app.cli import main
+from thinwire.app.records.events import EventLog
+from thinwire.app.records.participation import CARRIER
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.records.units import NOTHING
+from thinwire.app.report import progress as module
+from thinwire.app.report.progress import Progress, compare_table, final_table
+from thinwire.app.report.replica_progress import ReplicaProgress
+from thinwire.app.report.top import Top
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 Start = Callable[..., dict[str, Any]]

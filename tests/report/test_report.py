@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.records.units import text_of_nbytes
+from thinwire.app.report import timeline
+from thinwire.app.report.charts import link_chart, loss_chart, typical_window
+from thinwire.app.report.report import write_report
+from thinwire.app.report.timeline import Bars, joined, timeline_chart
 from thinwire.errors import DataError
-from thinwire.records.run_record import RunRecord
-from thinwire.records.units import text_of_nbytes
-from thinwire.report import timeline
-from thinwire.report.charts import link_chart, loss_chart, typical_window
-from thinwire.report.report import write_report
-from thinwire.report.timeline import Bars, joined, timeline_chart
 
 Make = Callable[..., Path]
 HOSTILE = "<img src=x onerror=\"document.body.dataset.pwned='yes'\"></script><script>document.body.dataset.pwned='yes'</script>"

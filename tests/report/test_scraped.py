@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.report.scraped import MISSED, ScrapedTop, is_address
+from thinwire.app.report.trackers.follow import following
 from thinwire.errors import DataError
-from thinwire.report.scraped import MISSED, ScrapedTop, is_address
-from thinwire.report.trackers.follow import following
 
 pytest.importorskip("prometheus_client")
 

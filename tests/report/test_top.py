@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 from trained_runs import trained_run
 
-from thinwire.cli import main
-from thinwire.records.run_record import RunRecord
-from thinwire.records.units import text_of_nbytes
-from thinwire.report.charts import loss_chart
-from thinwire.report.progress import Progress
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.records.units import text_of_nbytes
+from thinwire.app.report.charts import loss_chart
+from thinwire.app.report.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("late_imports")
 TEXT = "".join(f"line {i}: thin wires carry {i}\n" for i in range(1000))

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from pages import ROOT
 
-from thinwire.cli import main
+from thinwire.app.cli import main
+from thinwire.app.records.events import EVENTS
+from thinwire.app.report.trackers import sinks
+from thinwire.app.report.trackers.follow import Follower, following
+from thinwire.app.report.trackers.sinks import Row, open_sinks, parse_sinks
+from thinwire.app.report.trackers.table import METRICS, MetricValues
 from thinwire.errors import ConfigurationError
-from thinwire.records.events import EVENTS
-from thinwire.report.trackers import sinks
-from thinwire.report.trackers.follow import Follower, following
-from thinwire.report.trackers.sinks import Row, open_sinks, parse_sinks
-from thinwire.report.trackers.table import METRICS, MetricValues
 
 MakeRun = Callable[..., Path]
 NAMES = {"thinwire_step"} | {f"thinwire_{m.name}" + ("_total" if m.kind == "counter" else "") for m in METRICS}
@@ -151,7 +151,7 @@ def test_unknown_and_missing_trackers_are_refused(
         ("prometheus", "prometheus_client"),
     ):
         monkeypatch.setitem(sys.modules, package, None)
-        monkeypatch.delitem(sys.modules, f"thinwire.report.trackers.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"thinwire.app.report.trackers.{name}", raising=False)
         with pytest.raises(ConfigurationError, match=rf"pip install 'thinwire\[{name}\]'"):
             open_sinks({name: ""}, tmp_path, {})
     assert main(["report", str(make_run(tmp_path / "run", steps=10)), "--log", "prometheus"]) == 2

@@ -15,9 +15,9 @@ from strategies import METHODS
 
 import thinwire as tw
 from thinwire import checkpoint
+from thinwire.app.trainer.checkpoints import list_checkpoints
 from thinwire.comm.group import WrappedGroup
 from thinwire.errors import DisagreementError
-from thinwire.lm.checkpoints import list_checkpoints
 from thinwire.packet import payload, read_header, seal
 from thinwire.recipes import noloco
 from thinwire.testing.toy import adamw, batch, inner_step, toy

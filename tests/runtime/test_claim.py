@@ -9,8 +9,8 @@ import pytest
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
-from thinwire.decoupled.method import decoupled_diloco
-from thinwire.decoupled.sampled import plexus
+from thinwire.drivers.unequal.method import decoupled_diloco
+from thinwire.lab.samples.method import plexus
 from thinwire.testing.toy import adamw, batch, inner_step, toy
 
 

@@ -9,15 +9,15 @@ import torch
 
 import thinwire as tw
 from thinwire.codecs import E3M0, Cast, Entropy, Identity, Int, Levelled, Sign, TopK
-from thinwire.codecs.levelled import may_skip
 from thinwire.comm.group import WrappedGroup
 from thinwire.comm.rates import RateTrace
 from thinwire.errors import NonFiniteError, PacketError
+from thinwire.lab.codecs.deadlines import Deadlines
+from thinwire.lab.codecs.levelled import may_skip
+from thinwire.lab.simulate.deadlines import fixed, observed, oracle, play
 from thinwire.pieces.partition import Whole
 from thinwire.pieces.schedule import Staggered
 from thinwire.rng import Key
-from thinwire.runtime.deadlines import Deadlines
-from thinwire.simulate.deadlines import fixed, observed, oracle, play
 from thinwire.testing.strategies import all_agree
 from thinwire.testing.toy import Journey, Plan, travel
 

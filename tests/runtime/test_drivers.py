@@ -13,12 +13,12 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire import checkpoint
-from thinwire.elastic.driver import ElasticDriver
+from thinwire.drivers.base import Driver, Training
+from thinwire.drivers.deltas import DeltaDriver
+from thinwire.drivers.elastic.driver import ElasticDriver
+from thinwire.drivers.first_state import first_state
+from thinwire.drivers.gradients import GradientDriver
 from thinwire.membership.testing.cluster import SimulatedCluster
-from thinwire.runtime.delta_driver import DeltaDriver
-from thinwire.runtime.driver import Driver, Training
-from thinwire.runtime.first_state import first_state
-from thinwire.runtime.gradient_driver import GradientDriver
 from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy, weights
 
 

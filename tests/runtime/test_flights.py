@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.runtime.flights import Flights
+from thinwire.drivers.flights import Flights
 from thinwire.testing.toy import adamw, batch, inner_step, journey, toy
 from thinwire.types import State
 
@@ -87,7 +87,7 @@ def test_a_refused_round_reports_its_cause():
 
     every_second = tw.Strategy(schedule=tw.pieces.schedule.Every(2))
     endless = dataclasses.replace(every_second, outer=Endless())
-    median = {"aggregate": tw.pieces.robust.Median()}
+    median = {"aggregate": tw.lab.robust.coordinates.Median()}
     nan, infinity = (2, [1], "NaN or infinity in the delta"), (2, [], "the anchor would not be finite")
     for strategy, replicas, plan, due in (
         (every_second, 2, {"before_step": poison}, [nan]),

@@ -7,7 +7,7 @@ import torch
 
 import thinwire as tw
 from thinwire.exchange.chunks import PIECE_NUMEL
-from thinwire.runtime.gossip_driver import GossipUpdate
+from thinwire.lab.gossip.driver import GossipUpdate
 
 WIDTH = 512
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.membership.view import difference
-from thinwire.runtime import handshake
-from thinwire.runtime.handshake import (
+from thinwire.drivers import handshake
+from thinwire.drivers.handshake import (
     agree_on_resume,
     agree_on_weights,
     check_start,
@@ -20,6 +19,7 @@ from thinwire.runtime.handshake import (
     introduce,
     introduction,
 )
+from thinwire.membership.view import difference
 from thinwire.testing.toy import toy
 from thinwire.version import PROTOCOLS, Protocols, __version__
 

@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import thinwire as tw
+from thinwire.drivers import deltas as delta_driver
+from thinwire.drivers.deltas import _move
+from thinwire.drivers.first_state import first_state
+from thinwire.drivers.fragment import FragmentState
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
-from thinwire.runtime import delta_driver
-from thinwire.runtime.delta_driver import _move
-from thinwire.runtime.first_state import first_state
-from thinwire.runtime.fragment_state import FragmentState
 from thinwire.testing.toy import same_bits
 
 ROWS = 97  # more than three pieces, the last one shorter

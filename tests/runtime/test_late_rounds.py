@@ -12,8 +12,8 @@ from strategies import METHODS
 import thinwire as tw
 from thinwire.codecs.exact import energy
 from thinwire.comm import Ledger, Link, LinkedGroup
-from thinwire.simulate.replicas import simulate
-from thinwire.simulate.scenario import Scenario
+from thinwire.lab.simulate.replicas import simulate
+from thinwire.lab.simulate.scenario import Scenario
 from thinwire.testing.toy import Plan, adamw, batch, fill, inner_step, journey, same_bits, toy, travel, weights
 
 

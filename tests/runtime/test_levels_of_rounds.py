@@ -11,8 +11,8 @@ import pytest
 
 import thinwire as tw
 from thinwire.codecs import E3M0, Identity, Int, Levelled, Sign
+from thinwire.lab.codecs.deadlines import Deadlines
 from thinwire.pieces.partition import Whole
-from thinwire.runtime.deadlines import Deadlines
 from thinwire.testing.toy import Journey, Plan, batch, inner_step, journey, own, still, toy, travel
 
 
@@ -41,7 +41,7 @@ def test_deadlines_hear_when_rounds_depart_arrive_and_land(monkeypatch, beside, 
         def landed(self, late):
             self.told.append(("landed", late))
 
-    monkeypatch.setattr("thinwire.runtime.pipeline.Deadlines", Noting)
+    monkeypatch.setattr("thinwire.drivers.rounds.Deadlines", Noting)
     codec = Levelled((Identity(), Sign(block=64)), skips=1)
     strategy = tw.streaming_sign(every=4, delay=1, fragments=1, codec=codec, partition=Whole())
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.app.jobs.ema import EMA
 from thinwire.comm.group import gather
-from thinwire.jobs.ema import EMA
-from thinwire.runtime.model_buffers import average, floating
+from thinwire.drivers.model_buffers import average, floating
 
 REPLICAS = 3
 

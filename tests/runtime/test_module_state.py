@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.runtime.module_state import (
+from thinwire.drivers.module_state import (
     clear,
     clip,
     evaluating,

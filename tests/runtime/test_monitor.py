@@ -12,7 +12,7 @@ import torch
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup
-from thinwire.runtime.monitor import _LAYOUT, PATIENCE, Monitor
+from thinwire.drivers.monitor import _LAYOUT, PATIENCE, Monitor
 from thinwire.testing.toy import adamw, batch, inner_step, toy
 
 Does = Callable[[tw.Replica], object]
@@ -101,7 +101,7 @@ def test_a_replica_that_fails_in_its_loop_ends_the_waits_of_the_others(raised: B
 def test_a_replica_that_answers_is_not_lost_however_late_it_is(made, monkeypatch) -> None:
     """Replica 0 waits for three times the group's time-out. The clock goes on only when replica 1 has answered."""
     now, over = [0.0], threading.Event()
-    monkeypatch.setattr("thinwire.runtime.monitor.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("thinwire.drivers.monitor.time", SimpleNamespace(monotonic=lambda: now[0]))
     warnings = []
 
     def replica(group: tw.ThreadGroup) -> None:
@@ -163,7 +163,7 @@ def test_nothing_is_sent_while_nobody_waits_for_long() -> None:
             attached.mean(1.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("thinwire.runtime.monitor.PATIENCE", 600.0)  # of a machine under any load
+        patch.setattr("thinwire.drivers.monitor.PATIENCE", 600.0)  # of a machine under any load
         tw.run_threads(2, replica, timeout=6000.0)
     assert [ledger.sent("monitor") for ledger in ledgers] == [_LAYOUT.size] * 2  # that it has finished
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.codecs import Identity
-from thinwire.decoupled.method import Decoupled, decoupled_diloco
+from thinwire.drivers.unequal.method import Decoupled, decoupled_diloco
 from thinwire.pieces.merge import Mix
 from thinwire.pieces.partition import Whole
 

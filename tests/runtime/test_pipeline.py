@@ -15,9 +15,9 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.comm.group import WrappedGroup
+from thinwire.drivers.rounds import ROUNDS, WEIGHTS, StepTimer, or_flags
 from thinwire.errors import LinkError
 from thinwire.packet import flags_of
-from thinwire.runtime.pipeline import ROUNDS, WEIGHTS, StepTimer, or_flags
 from thinwire.strategy import Gradients
 from thinwire.testing.toy import adamw, batch, inner_step, toy
 

@@ -11,10 +11,10 @@ from strategies import METHODS
 
 import thinwire as tw
 from thinwire import recipes
+from thinwire.drivers.first_state import first_state
+from thinwire.drivers.saved_state import passing, restore, tensors_to_save
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
-from thinwire.runtime.first_state import first_state
-from thinwire.runtime.saved_state import passing, restore, tensors_to_save
 from thinwire.testing.strategies import Saved, fingerprint, frozen, save
 from thinwire.testing.toy import batch, inner_step, own, same_bits, toy, validation, weights
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.jobs.base import Summed
-from thinwire.lm.tokens_mean import descend
-from thinwire.methods import METHODS
-from thinwire.runtime.module_state import clip, separate_gradients
+from thinwire.app.jobs.base import Summed
+from thinwire.app.trainer.tokens_mean import descend
+from thinwire.drivers.module_state import clip, separate_gradients
+from thinwire.lab.methods import METHODS
 from thinwire.testing.toy import same_bits, weights
 
 

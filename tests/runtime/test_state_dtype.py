@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.app.trainer.run import Run
 from thinwire.codecs import E3M0, Codec, Sign, TopK
+from thinwire.drivers.first_state import first_state
+from thinwire.drivers.fragment import FragmentState
 from thinwire.exchange import Buffers
-from thinwire.lm.run import Run
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import HeavyBall, Nesterov, Outer
 from thinwire.pieces.partition import Whole
 from thinwire.rng import Key
-from thinwire.runtime.first_state import first_state
-from thinwire.runtime.fragment_state import FragmentState
 from thinwire.testing.values import roundtrip
 
 NUMEL, ROUNDS, PIECE = 512, 30, 128

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.methods import Flasc
+from thinwire.lab.methods import Flasc
 from thinwire.strategy import Gradients
 from thinwire.testing.toy import batch, inner_step, same_bits, sgd, toy, weights
 

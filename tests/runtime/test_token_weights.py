@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from thinwire.drivers.token_weights import TokenCount, tokens_of_step, weigh
 from thinwire.errors import PacketError
-from thinwire.pieces.robust import Median
-from thinwire.runtime.token_weights import TokenCount, tokens_of_step, weigh
+from thinwire.lab.robust.coordinates import Median
 from thinwire.testing.toy import same_bits, weights
 
 # the tokens of a replica's step, by round and replica

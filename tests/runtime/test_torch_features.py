@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import thinwire as tw
-from thinwire.runtime.inner_steps import as_one, optimizers_of
+from thinwire.drivers.inner_steps import as_one, optimizers_of
 from thinwire.testing.toy import Toy, adamw, batch, fill, inner_step, same_bits, sgd, toy, weights
 
 STEPS = 9

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.comm.secure import Hub
+from thinwire.net import Hub
 
 
 class Lines:

@@ -17,12 +17,12 @@ from hub_process import HubProcess
 from raw_member import RawMember, admitted, welcomed
 from secure_groups import run_secure
 
-from thinwire.comm.secure import Hub, frames, join, limits, straight
-from thinwire.comm.secure.audit import LINES, AuditLog
-from thinwire.comm.secure.channels import CONTROL, LIVE
-from thinwire.comm.secure.limits import FairBucket, TokenBucket
-from thinwire.comm.secure.proxy import STRANGER_NBYTES, TcpProxy
-from thinwire.comm.secure.versions import stated
+from thinwire.net import Hub, frames, join, limits, straight
+from thinwire.net.audit import LINES, AuditLog
+from thinwire.net.channels import CONTROL, LIVE
+from thinwire.net.limits import FairBucket, TokenBucket
+from thinwire.net.proxy import STRANGER_NBYTES, TcpProxy
+from thinwire.net.versions import stated
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 

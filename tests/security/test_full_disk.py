@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from raw_member import RawMember, admitted, welcomed
 
-from thinwire.cli import main
-from thinwire.comm.secure import Hub, admit, frames, join
-from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.state import HubState
+from thinwire.app.cli import main
 from thinwire.errors import LinkError
 from thinwire.membership import Membership
-from thinwire.membership.hub import HubRendezvous
 from thinwire.membership.registry import MemberRegistry
+from thinwire.net import Hub, admit, frames, join
+from thinwire.net.enrol import Enrolment
+from thinwire.net.rendezvous import HubRendezvous
+from thinwire.net.state import HubState
 
 
 def test_a_member_revoked_while_the_disk_is_full_is_out_and_the_others_hear_of_it_later(hub, audit, tmp_path):

@@ -18,13 +18,13 @@ from raw_member import RawMember, admitted, signed, welcomed
 from secure_groups import run_secure
 
 from thinwire.comm import gather
-from thinwire.comm.secure import Hub, frames, join, straight
-from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.channels import CONTROL, MEET, STRAIGHT, dial
-from thinwire.comm.secure.keys import HUB, Authority, Credentials, member_dns, private_folder
-from thinwire.comm.secure.state import HubState
-from thinwire.comm.secure.versions import stated
 from thinwire.errors import LinkError
+from thinwire.net import Hub, frames, join, straight
+from thinwire.net.audit import AuditLog
+from thinwire.net.channels import CONTROL, MEET, STRAIGHT, dial
+from thinwire.net.keys import HUB, Authority, Credentials, member_dns, private_folder
+from thinwire.net.state import HubState
+from thinwire.net.versions import stated
 
 
 class Impostor:

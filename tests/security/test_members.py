@@ -20,13 +20,13 @@ from raw_member import RawMember, admitted, welcomed
 from secure_groups import run_secure
 from tcp_proxy import Proxy
 
-from thinwire.comm.secure import Hub, frames, join, streams
-from thinwire.comm.secure.channels import CONTROL
-from thinwire.comm.secure.messages import BUDGET_NBYTES
-from thinwire.comm.secure.proxy import STRANGERS
-from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError
 from thinwire.membership.registry import MemberRegistry
+from thinwire.net import Hub, frames, join, streams
+from thinwire.net.channels import CONTROL
+from thinwire.net.messages import BUDGET_NBYTES
+from thinwire.net.proxy import STRANGERS
+from thinwire.net.state import HubState
 from thinwire.version import HUB_FRAMES, PROTOCOLS, Protocols
 
 AFTER = Protocols(HUB_FRAMES.oldest, HUB_FRAMES.newest + 1, "0.2.0")

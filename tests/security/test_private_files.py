@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli.token import token_of
+from thinwire.app.cli.token import token_of
 from thinwire.comm.private_files import read_private
-from thinwire.comm.secure import Hub, Token, admit
-from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.invitations import opened_state
 from thinwire.errors import ConfigurationError
 from thinwire.membership.channel import secret_in
+from thinwire.net import Hub, Token, admit
+from thinwire.net.enrol import Enrolment
+from thinwire.net.invitations import opened_state
 
 Use = Callable[[], object]
 

@@ -16,11 +16,11 @@ from raw_member import RawMember, admitted
 from raw_publisher import Version, offered, publish, sent, served, wanted
 from secure_groups import run_secure
 
-from thinwire.comm.secure import Hub, upload
-from thinwire.comm.secure.frames import CHUNK_NBYTES
-from thinwire.comm.secure.keys import Authority, Credentials
-from thinwire.comm.secure.state import HubState
-from thinwire.records.uploaded import LIST_NBYTES, UploadedVersions
+from thinwire.app.records.uploaded import LIST_NBYTES, UploadedVersions
+from thinwire.net import Hub, upload
+from thinwire.net.frames import CHUNK_NBYTES
+from thinwire.net.keys import Authority, Credentials
+from thinwire.net.state import HubState
 
 MOST = 8 << 20
 
@@ -339,7 +339,7 @@ def test_a_flood_of_versions_takes_bounded_memory_and_disk(tmp_path, version):
 
 
 def test_publishers_are_named_by_names_of_replicas(tmp_path, capsys):
-    from thinwire.cli import main
+    from thinwire.app.cli import main
 
     for names, why in ((["follower-oslo"], "a follower receives only"), (["../oslo"], "small letters, digits")):
         assert main(["hub", "--out", str(tmp_path / "hub"), "--publishers", *names]) == 2

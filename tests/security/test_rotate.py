@@ -14,16 +14,16 @@ from group_laws import Exchange
 from raw_publisher import Version
 from secure_groups import run_secure
 
-from thinwire.cli import main
-from thinwire.comm.secure import Hub, PublishedAtHub, admit, upload
-from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.invitations import rotate
-from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.requests import HubChannel
-from thinwire.comm.secure.upload import HubUploader
+from thinwire.app.cli import main
+from thinwire.app.records.uploaded import UploadedVersions
 from thinwire.errors import ConfigurationError, LinkError
 from thinwire.membership.registry import MemberRegistry
-from thinwire.records.uploaded import UploadedVersions
+from thinwire.net import Hub, PublishedAtHub, admit, upload
+from thinwire.net.enrol import Enrolment
+from thinwire.net.invitations import rotate
+from thinwire.net.loop import LoopThread
+from thinwire.net.requests import HubChannel
+from thinwire.net.upload import HubUploader
 
 
 def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path, capsys):

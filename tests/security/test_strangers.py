@@ -19,10 +19,10 @@ from hub_process import HubProcess
 from raw_member import RawMember, admitted, signed
 from secure_groups import run_secure
 
-from thinwire.comm.secure import Hub, Token, admit, channels, join, proxy
-from thinwire.comm.secure import hub as hub_module
-from thinwire.comm.secure.keys import Authority, Credentials, private_folder
 from thinwire.errors import ConfigurationError, LinkError
+from thinwire.net import Hub, Token, admit, channels, join, proxy
+from thinwire.net import hub as hub_module
+from thinwire.net.keys import Authority, Credentials, private_folder
 
 
 def rounds(group):
@@ -151,7 +151,7 @@ def test_a_mistyped_token_does_not_bind_the_key(hub, tmp_path):
 def test_one_address_cannot_end_the_connections_of_others(place, tmp_path, audit, monkeypatch):
     """It opens more than the hub holds without authentication, and ends its own: a slow machine still gets its handshake."""
     monkeypatch.setattr(proxy, "STRANGERS", 8)
-    monkeypatch.setattr("thinwire.comm.secure.audit.LINES", 100)
+    monkeypatch.setattr("thinwire.net.audit.LINES", 100)
     monkeypatch.setattr(hub_module, "STRANGER_SECONDS", 600.0)
     with Hub(tmp_path / "hub", say=audit) as hub, ExitStack() as opened:
         ports = hub.port, hub.join_port

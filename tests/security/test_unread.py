@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.comm.secure import proxy as module
-from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.proxy import Arrived, TcpProxy
+from thinwire.net import proxy as module
+from thinwire.net.audit import AuditLog
+from thinwire.net.proxy import Arrived, TcpProxy
 
 
 class Watched(TcpProxy):

@@ -8,14 +8,14 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from thinwire.comm.secure import Hub
-from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.requests import HubChannel
 from thinwire.errors import LinkError
 from thinwire.membership.commit import Electorate, ballot, carry_out, keys_of, view_id
 from thinwire.membership.registry import MemberRegistry
 from thinwire.membership.store import ChannelVoteStore
+from thinwire.net import Hub
+from thinwire.net.enrol import Enrolment
+from thinwire.net.loop import LoopThread
+from thinwire.net.requests import HubChannel
 
 PROCESSES = {"bergen": "b" * 16, "liar": "e" * 16, "oslo": "f" * 16, "stranger": "9" * 16}  # `stranger` is in no view
 VIEW: Electorate = [(name, PROCESSES[name], 3) for name in ("bergen", "liar", "oslo")]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
 from thinwire.errors import ConfigurationError
-from thinwire.simulate.disrupted import Disaster, betweenness, structure, survivors
-from thinwire.topology import BarabasiAlbert, Listed, RandomPairs, Ring
+from thinwire.lab.simulate.disrupted import Disaster, betweenness, structure, survivors
+from thinwire.lab.topology import BarabasiAlbert, Listed, RandomPairs, Ring
 
 
 @pytest.mark.parametrize(

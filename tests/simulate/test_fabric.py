@@ -10,10 +10,20 @@ from random import Random
 import numpy as np
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
 from thinwire.errors import ConfigurationError
-from thinwire.simulate import fabric
-from thinwire.simulate.fabric import POLICIES, Fabric, Part, expected_most, loads, most_loaded, place, route, seconds
+from thinwire.lab.simulate import fabric
+from thinwire.lab.simulate.fabric import (
+    POLICIES,
+    Fabric,
+    Part,
+    expected_most,
+    loads,
+    most_loaded,
+    place,
+    route,
+    seconds,
+)
 
 
 def loads_of_spines(placed: fabric.Placement, spines: int) -> list[Fraction]:

@@ -9,9 +9,9 @@ from itertools import product
 
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
 from thinwire.errors import ConfigurationError
-from thinwire.simulate.overlap import (
+from thinwire.lab.simulate.overlap import (
     ORDERS,
     RingReduction,
     hidden_share,

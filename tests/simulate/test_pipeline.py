@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
 from thinwire.errors import ConfigurationError
-from thinwire.simulate.pipeline import (
+from thinwire.lab.simulate.pipeline import (
     Pipeline,
     amp_seconds,
     one_forward_one_backward,

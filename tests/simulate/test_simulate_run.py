@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import thinwire as tw
-from thinwire.cli import main
-from thinwire.cli.simulate.run import Options, make_scenario, skeleton
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.trainer.run import Run
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.lm.run import Run
-from thinwire.records.run_record import RunRecord
-from thinwire.simulate.replicas import simulate
-from thinwire.simulate.scenario import Failures, Scenario, Stragglers
+from thinwire.lab.cli.simulate.run import Options, make_scenario, skeleton
+from thinwire.lab.simulate.replicas import simulate
+from thinwire.lab.simulate.scenario import Failures, Scenario, Stragglers
 
 ROOT = Path(__file__).parents[2]
 ASKED = "--model nano --steps 60 --every 12 --delay 3 --link 2mbit,30ms --step-seconds 0.2"

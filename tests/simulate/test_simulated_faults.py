@@ -9,8 +9,8 @@ from simulated_runs import FAST, NUMELS, STREAM, Recorder, alike
 import thinwire as tw
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.simulate.replicas import simulate
-from thinwire.simulate.scenario import Failures, Outages, Stragglers, Wire
+from thinwire.lab.simulate.replicas import simulate
+from thinwire.lab.simulate.scenario import Failures, Outages, Stragglers, Wire
 
 
 def test_an_outage_delays_a_message_by_its_length():
@@ -80,7 +80,7 @@ def test_a_failure_costs_the_others_the_time_to_detect_it():
     fleet_failures = iter([np.array([1e9, 7.3, 1e9])])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "thinwire.simulate.replicas._Fleet._next_failures",
+            "thinwire.lab.simulate.replicas._Fleet._next_failures",
             lambda self, now: next(fleet_failures, np.full(len(now), 1e9)),
         )
         outcome = simulate(tw.local_sgd(every=10), [100], scenario, 60, heard)

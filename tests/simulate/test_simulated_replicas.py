@@ -16,11 +16,11 @@ from strategies import METHODS
 
 import thinwire as tw
 from thinwire.comm import Link
+from thinwire.lab.simulate.layers import Stack, compute_utilization
+from thinwire.lab.simulate.replicas import SimulationResult, simulate
+from thinwire.lab.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
 from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Calendar
-from thinwire.simulate.layers import Stack, compute_utilization
-from thinwire.simulate.replicas import SimulationResult, simulate
-from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
 from thinwire.testing.toy import Toy, journey
 
 # ---- against real replicas
@@ -230,7 +230,7 @@ def test_events_are_counted_and_memory_does_not_grow_with_the_rounds():
 
 def test_only_departures_and_landings_cost_array_operations(monkeypatch):
     """The work is linear in departures and landings. The number of steps between them does not matter."""
-    from thinwire.simulate import replicas as room
+    from thinwire.lab.simulate import replicas as room
 
     calls = []
     settle = room._Fleet._compute

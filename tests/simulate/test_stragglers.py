@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from thinwire.cli import main
-from thinwire.methods.gradient_codes import Repetition, gradient_code
-from thinwire.methods.sequential_codes import Coded, Multiplexed, SelectiveRepeat
-from thinwire.simulate.stragglers import (
+from thinwire.app.cli import main
+from thinwire.lab.methods.gradient_codes import Repetition, gradient_code
+from thinwire.lab.methods.sequential_codes import Coded, Multiplexed, SelectiveRepeat
+from thinwire.lab.simulate.stragglers import (
     FAMILIES,
     Delays,
     gilbert_elliott,

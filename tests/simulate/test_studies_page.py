@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs/simulate.md").read_text()
 

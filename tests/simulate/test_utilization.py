@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
 from thinwire.errors import ConfigurationError
+from thinwire.lab.simulate import formulas
+from thinwire.lab.simulate.layers import Stack, compute_utilization, compute_utilization_of_run
+from thinwire.lab.simulate.utilization import PAPER_BITS, PAPER_GRID, STUDIED, TARGETS, Study
 from thinwire.pieces.schedule import Staggered
-from thinwire.simulate import formulas
-from thinwire.simulate.layers import Stack, compute_utilization, compute_utilization_of_run
-from thinwire.simulate.utilization import PAPER_BITS, PAPER_GRID, STUDIED, TARGETS, Study
 
 PAPER = {  # arXiv 2501.18512, Table 4: Gbit/s for 50, 80, 90, 95, 99 %, the rows of 1 B parameters
     "data-parallel": [86.8, 152.6, 184.2, 222.3, 569.0],

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.cli import main
-from thinwire.records.run_record import RunRecord
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord
 
 JOB = '''\
 """Points on a plane, and which side of a line they lie on."""

@@ -276,8 +276,8 @@ AGGREGATES = [row(tw.pieces.aggregate.Mean(), "linear"), row(tw.pieces.aggregate
 SIGNALS = [row(tw.strategy.Deltas()), row(tw.strategy.Gradients())]
 # tests/pieces/test_privacy.py holds its own laws
 PRIVACIES = [
-    row(tw.pieces.privacy.Privacy()),
-    row(tw.pieces.privacy.Privacy(0.25, 10.0, 1e-6)),
+    row(tw.lab.privacy.Privacy()),
+    row(tw.lab.privacy.Privacy(0.25, 10.0, 1e-6)),
 ]
 FEEDBACKS = [
     row(tw.pieces.feedback.Feedback(), "conserves"),
@@ -293,8 +293,8 @@ POLICIES = [
     row(tw.pieces.policy.DenseUntil(1, tw.codecs.Cast())),
     row(tw.pieces.policy.DensityWarmup(2)),
     row(tw.pieces.policy.DensityWarmup(1, (0.9, 0.5), tw.codecs.Cast("fp16"))),
-    row(tw.pieces.lgreco.LGreCo(), "decides"),
-    row(tw.pieces.lgreco.LGreCo((tw.codecs.Int(2, 4), tw.codecs.Int(8)), 2.0, 3), "decides"),
+    row(tw.lab.gradients.lgreco.LGreCo(), "decides"),
+    row(tw.lab.gradients.lgreco.LGreCo((tw.codecs.Int(2, 4), tw.codecs.Int(8)), 2.0, 3), "decides"),
 ]
 # `passes` (with a codec that drops nothing, the estimate is the mean of the signals), `agreed` (its state is the same on all replicas)
 FILTERS = [
@@ -307,19 +307,40 @@ FILTERS = [
     row(tw.pieces.transforms.Signs(), "agreed"),
 ]
 TOPOLOGIES = [
-    *(row(tw.topology.Complete()), row(tw.topology.Ring()), row(tw.topology.Mesh()), row(tw.topology.Torus(2))),
-    *(row(tw.topology.Exponential()), row(tw.topology.OnePeerExponential()), row(tw.topology.RandomPairs())),
-    *(row(tw.topology.RandomGroups(4)), row(tw.topology.MoshpitGrid(2)), row(tw.topology.MoshpitGrid())),
-    *(row(tw.topology.RandomRegular(3)), row(tw.topology.ErdosRenyi(0.9)), row(tw.topology.BarabasiAlbert(2))),
-    row(tw.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)))),
-    row(tw.topology.Cut(tw.topology.Ring(), 2, 4)),
+    *(
+        row(tw.lab.topology.Complete()),
+        row(tw.lab.topology.Ring()),
+        row(tw.lab.topology.Mesh()),
+        row(tw.lab.topology.Torus(2)),
+    ),
+    *(
+        row(tw.lab.topology.Exponential()),
+        row(tw.lab.topology.OnePeerExponential()),
+        row(tw.lab.topology.RandomPairs()),
+    ),
+    *(row(tw.lab.topology.RandomGroups(4)), row(tw.lab.topology.MoshpitGrid(2)), row(tw.lab.topology.MoshpitGrid())),
+    *(
+        row(tw.lab.topology.RandomRegular(3)),
+        row(tw.lab.topology.ErdosRenyi(0.9)),
+        row(tw.lab.topology.BarabasiAlbert(2)),
+    ),
+    row(tw.lab.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)))),
+    row(tw.lab.topology.Cut(tw.lab.topology.Ring(), 2, 4)),
 ]
 RULES = [
-    *(row(tw.pieces.gossip.AdaptThenCombine()), row(tw.pieces.gossip.CombineThenAdapt())),
-    *(row(tw.pieces.gossip.NoLoCo()), row(tw.pieces.gossip.NoLoCo(0.3, 0.7, 0.5)), row(tw.pieces.gossip.Choco())),
-    *(row(tw.pieces.gossip.PushSum()), row(tw.pieces.gossip.Tracking()), row(tw.pieces.mgs.MGS(steps=2))),
-    *(row(tw.pieces.trust.Bristle()), row(tw.pieces.trust.SybilWall()), row(tw.pieces.trust.SybilWall(64, 1, 2.0))),
-    row(tw.pieces.gasloc.GASLoC(0.5)),
+    *(row(tw.lab.gossip.rules.AdaptThenCombine()), row(tw.lab.gossip.rules.CombineThenAdapt())),
+    *(
+        row(tw.lab.gossip.rules.NoLoCo()),
+        row(tw.lab.gossip.rules.NoLoCo(0.3, 0.7, 0.5)),
+        row(tw.lab.gossip.rules.Choco()),
+    ),
+    *(row(tw.lab.gossip.rules.PushSum()), row(tw.lab.gossip.rules.Tracking()), row(tw.lab.gossip.mgs.MGS(steps=2))),
+    *(
+        row(tw.lab.gossip.trust.Bristle()),
+        row(tw.lab.gossip.trust.SybilWall()),
+        row(tw.lab.gossip.trust.SybilWall(64, 1, 2.0)),
+    ),
+    row(tw.lab.gossip.gasloc.GASLoC(0.5)),
 ]
 INNERS = [
     row(tw.pieces.inner_optimizers.AdamW()),
@@ -362,7 +383,7 @@ TABLE = [
         *TOPOLOGIES,
         *RULES,
     ),
-    row(tw.exchange.Gossip(tw.topology.Ring(), tw.pieces.gossip.AdaptThenCombine())),
+    row(tw.exchange.Gossip(tw.lab.topology.Ring(), tw.lab.gossip.rules.AdaptThenCombine())),
 ]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from run_folders import read_events
 
-from thinwire.lm import launch, run_folder
-from thinwire.lm.run import Run
+from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer.run import Run
 
 STEPS = 24
 

@@ -11,7 +11,7 @@ import pytest
 import thinwire as tw
 from thinwire.recipes import RECIPES
 
-_IRREGULAR = tw.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 0), (0, 2)), one_way=True)
+_IRREGULAR = tw.lab.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 0), (0, 2)), one_way=True)
 GOSSIP: dict[str, tw.Strategy] = {
     # the recipes whose replicas do not agree, and variants of them; for four replicas
     "noloco": RECIPES["noloco"](every=4),
@@ -21,8 +21,10 @@ GOSSIP: dict[str, tw.Strategy] = {
     "gradient_tracking": RECIPES["gradient_tracking"](),
     "gasloc": RECIPES["gasloc"](every=3, delay=1, outer_momentum=0.3),
     "dfedsam": RECIPES["dfedsam"](every=3),
-    "dfedsam_mgs": RECIPES["dfedsam_mgs"](every=3, delay=1, gossip_steps=2, topology=tw.topology.OnePeerExponential()),
-    "moshpit": RECIPES["moshpit"](topology=tw.topology.MoshpitGrid(2)),
+    "dfedsam_mgs": RECIPES["dfedsam_mgs"](
+        every=3, delay=1, gossip_steps=2, topology=tw.lab.topology.OnePeerExponential()
+    ),
+    "moshpit": RECIPES["moshpit"](topology=tw.lab.topology.MoshpitGrid(2)),
     "moshpit, one row, in the air": RECIPES["moshpit"](every=3, delay=1, partition=tw.pieces.partition.BySize(2)),
     "noloco in the air, 4 bits": RECIPES["noloco"](
         every=6, delay=2, partition=tw.pieces.partition.Strided(2), codec=tw.codecs.E3M0(8)
@@ -30,16 +32,16 @@ GOSSIP: dict[str, tw.Strategy] = {
     "combined, then adapted, in the air": RECIPES["d_psgd"](
         every=3,
         delay=2,
-        topology=tw.topology.Torus(2),
-        rule=tw.pieces.gossip.CombineThenAdapt(),
+        topology=tw.lab.topology.Torus(2),
+        rule=tw.lab.gossip.rules.CombineThenAdapt(),
         partition=tw.pieces.partition.BySize(2),
     ),
     "choco, sparse, in the air": RECIPES["choco"](
-        every=2, delay=1, step=0.2, topology=tw.topology.Exponential(), codec=tw.codecs.TopK(0.2)
+        every=2, delay=1, step=0.2, topology=tw.lab.topology.Exponential(), codec=tw.codecs.TopK(0.2)
     ),
     "bristle": RECIPES["bristle"](every=3, delay=1, partition=tw.pieces.partition.BySize(2)),
     "sybil_wall": RECIPES["sybil_wall"](every=2, delay=1, width=64),
-    "a graph of another seed": replace(RECIPES["d_psgd"](topology=tw.topology.BarabasiAlbert(1)), seed=2),
+    "a graph of another seed": replace(RECIPES["d_psgd"](topology=tw.lab.topology.BarabasiAlbert(1)), seed=2),
     "push-sum, one way, unlike degrees": RECIPES["sgp"](every=2, delay=1, topology=_IRREGULAR),
 }
 _IN_THE_AIR = tw.Strategy(
@@ -91,7 +93,7 @@ METHODS: dict[str, tw.Strategy] = {
     "with histories, in shards": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 1),
         exchange=tw.exchange.TwoShot(),
-        aggregate=tw.pieces.direction_weights.FoolsGold(),
+        aggregate=tw.lab.robust.direction_weights.FoolsGold(),
     ),
     # forms that no recipe has
     "feedback in the air": replace(
@@ -183,7 +185,7 @@ METHODS: dict[str, tw.Strategy] = {
         schedule=tw.pieces.schedule.Staggered(3, 2),
         partition=tw.pieces.partition.Strided(2),
         codec=tw.codecs.Each(tw.codecs.Sign(), tw.codecs.Cast()),
-        policy=tw.pieces.lgreco.LGreCo((tw.codecs.TopK(0.2), tw.codecs.E3M0(8)), alpha=0.7, window=2),
+        policy=tw.lab.gradients.lgreco.LGreCo((tw.codecs.TopK(0.2), tw.codecs.E3M0(8)), alpha=0.7, window=2),
         feedback=tw.pieces.feedback.Feedback(),
         merge=tw.pieces.merge.Mix(0.5),
     ),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from thinwire.errors import ConfigurationError
-from thinwire.topology import (
+from thinwire.lab.topology import (
     Complete,
     Exponential,
     Listed,
@@ -19,7 +19,7 @@ from thinwire.topology import (
     meeting_rates,
     resistances,
 )  # fmt: skip
-from thinwire.topology.rates import _Barrier
+from thinwire.lab.topology.rates import _Barrier
 
 
 def barbell(k):

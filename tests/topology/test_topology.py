@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from thinwire.errors import ConfigurationError
-from thinwire.topology import (
+from thinwire.lab.topology import (
     BarabasiAlbert,
     Complete,
     Cut,

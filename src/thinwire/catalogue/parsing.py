@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from thinwire import catalogue
+from thinwire.choices import listed, nearest
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.own_files import resolve
-from thinwire.records.choices import listed, nearest
 
 PIECES: dict[str, Callable[..., Any]] = {
     name: piece for name, piece in vars(catalogue).items() if isinstance(piece, type)

@@ -113,7 +113,7 @@ class WrappedGroup:
 
 @contextmanager
 def unlimited() -> Iterator[None]:
-    """A context in which this thread's waits do not end for time: who waits looks otherwise whether the peers live (`runtime/monitor.py`)."""
+    """A context in which this thread's waits do not end for time: who waits looks otherwise whether the peers live (`drivers/monitor.py`)."""
     before, _waits.unlimited = getattr(_waits, "unlimited", False), True
     try:
         yield

@@ -22,9 +22,9 @@ from thinwire.codecs import Codec
 from thinwire.exchange.buffers import CPU, Buffers
 from thinwire.exchange.chunks import CodedRange
 from thinwire.exchange.round import Outgoing, Round
+from thinwire.lab.robust.products import inner_products
 from thinwire.packet import REFUSED, payload
 from thinwire.pieces.aggregate import Values
-from thinwire.pieces.products import inner_products
 from thinwire.rng import Key
 
 PIECE = 1 << 20  # values of a sparse range that are aggregated at a time: few calls, and little memory

@@ -34,6 +34,9 @@ with needs("lightning"):
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
 from thinwire.comm.group import TIMEOUT
+from thinwire.drivers.handshake import agree_on_resume, compare_settings
+from thinwire.drivers.loop_warnings import silent
+from thinwire.drivers.model_buffers import floating
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import equalize, newest_of_all, sample
 from thinwire.integrations.lightning_checks import (
@@ -52,9 +55,6 @@ from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
-from thinwire.runtime.handshake import agree_on_resume, compare_settings
-from thinwire.runtime.loop_warnings import silent
-from thinwire.runtime.model_buffers import floating
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 

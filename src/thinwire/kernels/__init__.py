@@ -40,7 +40,7 @@ class Kernels(Protocol):
         """Add `weight` times the decoded `payload` of `encode_blocks` to `out`; any bytes of that size decode."""
 
     def encode_levels(self, x: Tensor, payload: Tensor, bits: int, block: int) -> bool:
-        """⌈n·bits/8⌉ bytes of levels, lowest bits first, then the ends of each block in fp32 (codecs/uniform.py)."""
+        """⌈n·bits/8⌉ bytes of levels, lowest bits first, then the ends of each block in fp32 (lab/codecs/uniform.py)."""
 
     def add_levels(self, payload: Tensor, out: Tensor, bits: int, block: int, weight: float) -> None: ...
 

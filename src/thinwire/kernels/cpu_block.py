@@ -15,7 +15,6 @@ from torch import Tensor
 
 from thinwire.kernels.cpu_bits import pack_ascending, unpack_ascending
 from thinwire.kernels.cpu_dense import add_floats, add_signs, carry, encode_floats, encode_signs, nesterov
-from thinwire.kernels.cpu_levels import add_levels, encode_levels
 from thinwire.kernels.cpu_sparse import (
     add_at,
     add_sent,
@@ -46,6 +45,7 @@ from thinwire.kernels.numba_support import (
     u8,
     u64,
 )
+from thinwire.lab.codecs.cpu_levels import add_levels, encode_levels
 
 __all__ = [
     "add_at",

@@ -26,8 +26,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from thinwire.app.diagnosis import Rules
 from thinwire.comm.group import Group, gather
-from thinwire.diagnosis import Rules
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError, PacketError, PeerError
 from thinwire.membership.channel import mac
 from thinwire.membership.commit import VoteStore
@@ -114,7 +114,7 @@ class Membership:
         secret: the same bytes on all replicas and at the lighthouse; empty: anybody is heard.
         run: the run that this replica's checkpoint is of; empty: it has none.
         timeouts: seconds for each wait; None: the defaults.
-        evict: rules by which rounds go on without a member that most find to delay them (elastic/eviction.py); None: never.
+        evict: rules by which rounds go on without a member that most find to delay them (drivers/elastic/eviction.py); None: never.
         most_steps: number of inner steps of the whole run; a member that claims more is left out. None: not known.
         wrap: wraps every group that is built, to count its bytes or to emulate a link.
         observe: called with a kind and its fields: retry, call, connect, view, ballot, decided.

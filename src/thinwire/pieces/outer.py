@@ -137,7 +137,7 @@ class DelayedNesterov(Outer):
 
         S ← S + Δ;   at every N-th step  v ← μ·v + S,   S ← 0,   anchor ← anchor − η·(Δ + μ·v);   at the others  anchor ← anchor − η·Δ
 
-    For deltas that come one by one (`thinwire.decoupled`): momentum at each of them would count the same direction N times.
+    For deltas that come one by one (`thinwire.drivers.unequal`): momentum at each of them would count the same direction N times.
     N such steps are about one of `Nesterov`; with N = 1 each is.
 
     *Source*: Liu et al., *Asynchronous Local-SGD Training for Language Modeling* (arXiv 2401.09135, Algorithm 3). *Differs*: c,

@@ -6,8 +6,19 @@ the model's shapes; H is `every` and τ is `delay`, both in inner steps; C is th
 of each recipe predicts these bytes for a period and a model of one matrix of 1000 × 1000.
 """
 
+from thinwire.lab.gossip.recipes import (
+    choco,
+    d_psgd,
+    dfedsam,
+    dfedsam_mgs,
+    gasloc,
+    gradient_tracking,
+    moshpit,
+    noloco,
+    sgp,
+)
+from thinwire.lab.gossip.trust_recipes import bristle, sybil_wall
 from thinwire.recipes.deltas import co2, diloco, l_greco, local_sgd, muloco, outer_dgc, qsr, sparse_loco
-from thinwire.recipes.gossip import choco, d_psgd, dfedsam, dfedsam_mgs, gasloc, gradient_tracking, moshpit, noloco, sgp
 from thinwire.recipes.gradients import (
     cgx,
     data_parallel,
@@ -21,7 +32,6 @@ from thinwire.recipes.gradients import (
     qsgd,
 )
 from thinwire.recipes.streaming import eager_diloco, finetune, streaming_diloco, streaming_sign, streaming_sparse
-from thinwire.recipes.trust import bristle, sybil_wall
 
 RECIPES = {
     f.__name__: f

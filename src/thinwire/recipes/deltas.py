@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from thinwire.codecs import ChunkedTopK, Codec, Each, Identity, Sign, TopK
 from thinwire.exchange import Direct, Exchange
+from thinwire.lab.gradients.lgreco import LGreCo
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import Muon
-from thinwire.pieces.lgreco import LGreCo
 from thinwire.pieces.merge import Reset
 from thinwire.pieces.outer import HeavyBall, Nesterov
 from thinwire.pieces.policy import DensityWarmup, Policy

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from thinwire.codecs import E3M0, Codec, Each, Identity, Int, LowRank, Sign, TopK
-from thinwire.codecs.levelled import may_skip
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange
+from thinwire.lab.codecs.levelled import may_skip
 from thinwire.pieces.aggregate import Aggregate
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import Inner

@@ -11,15 +11,15 @@ from contextlib import closing
 import pytest
 from tcp_proxy import Proxy
 
-from thinwire.cli.join import outages
-from thinwire.comm.secure import Hub, Token, admit, enrol, join
-from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.requests import HubChannel
+from thinwire.app.cli.join import outages
 from thinwire.errors import LinkError
 from thinwire.membership import Membership
-from thinwire.membership.hub import HubRendezvous
 from thinwire.membership.registry import MemberRegistry
+from thinwire.net import Hub, Token, admit, enrol, join
+from thinwire.net.enrol import Enrolment
+from thinwire.net.loop import LoopThread
+from thinwire.net.rendezvous import HubRendezvous
+from thinwire.net.requests import HubChannel
 
 
 def cut_and_mended(proxy: Proxy, look: Callable[[], None], said: list[str]) -> None:

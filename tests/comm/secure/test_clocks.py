@@ -12,16 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from thinwire.comm.secure import Hub, PublishedAtHub, admit, enrol
-from thinwire.comm.secure.calls import Outdated
-from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.group import connected_group
-from thinwire.comm.secure.link import HubLink
-from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.requests import HubChannel
+from thinwire.app.records.published import PublishedFolder
 from thinwire.errors import LinkError
 from thinwire.membership.registry import MemberRegistry
-from thinwire.records.published import PublishedFolder
+from thinwire.net import Hub, PublishedAtHub, admit, enrol
+from thinwire.net.calls import Outdated
+from thinwire.net.enrol import Enrolment
+from thinwire.net.group import connected_group
+from thinwire.net.link import HubLink
+from thinwire.net.loop import LoopThread
+from thinwire.net.requests import HubChannel
 
 
 @pytest.mark.parametrize("renews", ["requests", "group"])
@@ -56,7 +56,7 @@ def test_a_follower_whose_certificate_has_ended_by_the_clock_of_the_hub_gets_ano
             assert published.newest() is None
             before = published._enrolment._admitted
             ahead = SimpleNamespace(time=lambda: time.time() + 7200.0, monotonic=time.monotonic)
-            monkeypatch.setattr("thinwire.comm.secure.hub.time", ahead)
+            monkeypatch.setattr("thinwire.net.hub.time", ahead)
             with pytest.raises(Outdated, match="the certificate of this follower has expired"):
                 published.newest()
             monkeypatch.undo()
@@ -76,7 +76,7 @@ def test_a_member_whose_clock_is_behind_takes_a_renewed_certificate_of_the_hub(
     with Hub(tmp_path / "hub", published=PublishedFolder(tmp_path / "run")) as hub:
         with PublishedAtHub(str(hub.invite()), "follower-oslo", tmp_path / "keys") as published:
             assert published.newest() is None
-            monkeypatch.setattr("thinwire.comm.secure.keys.datetime", Ahead)
+            monkeypatch.setattr("thinwire.net.keys.datetime", Ahead)
             used, hub._made, published._used = hub._credentials(), 0.0, None
             assert published.newest() is None and hub._credentials() is not used
     with Hub(tmp_path / "new") as hub:

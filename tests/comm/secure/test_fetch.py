@@ -16,15 +16,15 @@ from torch import nn
 
 pytest.importorskip("grpc")
 
-from thinwire.cli import main
-from thinwire.comm.secure import Hub, PublishedAtHub, enrol, join
-from thinwire.comm.secure import hub as hubs
-from thinwire.comm.secure import keys as keys_of_hub
-from thinwire.comm.secure.invitations import opened_state
+from thinwire.app.cli import main
+from thinwire.app.records.published import PublishedFolder
+from thinwire.app.trainer.publish import Publisher
 from thinwire.errors import DataError, LinkError
-from thinwire.lm.publish import Publisher
+from thinwire.net import Hub, PublishedAtHub, enrol, join
+from thinwire.net import hub as hubs
+from thinwire.net import keys as keys_of_hub
+from thinwire.net.invitations import opened_state
 from thinwire.pieces.partition import Fragment
-from thinwire.records.published import PublishedFolder
 
 
 def published(run: Path) -> torch.Tensor:

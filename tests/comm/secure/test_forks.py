@@ -10,7 +10,7 @@ from secure_groups import run_secure
 
 from thinwire.comm.group import gather
 from thinwire.comm.pacing import connections
-from thinwire.comm.secure import Hub, SecureGroup
+from thinwire.net import Hub, SecureGroup
 
 
 def in_a_fork(port: int) -> tuple[int, int]:

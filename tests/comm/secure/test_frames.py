@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.comm.secure import Token, frames
-from thinwire.comm.secure.admission import opened_join
-from thinwire.comm.secure.audit import LINES, AuditLog, plain
-from thinwire.comm.secure.keys import opened_request
-from thinwire.comm.secure.posted import Pull
-from thinwire.comm.secure.relay import natural
 from thinwire.errors import ConfigurationError, LinkError, PacketError
+from thinwire.net import Token, frames
+from thinwire.net.admission import opened_join
+from thinwire.net.audit import LINES, AuditLog, plain
+from thinwire.net.keys import opened_request
+from thinwire.net.posted import Pull
+from thinwire.net.relay import natural
 
 ALL = range(22)
 

@@ -11,9 +11,9 @@ import torch
 from group_laws import TIMEOUT
 from raw_member import RawMember, admitted, welcomed
 
-from thinwire.comm.secure import Hub, admit, join
-from thinwire.comm.secure.invitations import opened_state
 from thinwire.errors import LinkError
+from thinwire.net import Hub, admit, join
+from thinwire.net.invitations import opened_state
 
 
 def waits_for(group, peer):

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Broken
-from thinwire.comm.secure.heartbeats import BEATS, MISSED, live
-from thinwire.comm.secure.listening import Greeted
 from thinwire.errors import PacketError
+from thinwire.net import frames
+from thinwire.net.calls import Broken
+from thinwire.net.heartbeats import BEATS, MISSED, live
+from thinwire.net.listening import Greeted
 
 VERSION = 5
 

@@ -12,13 +12,13 @@ import torch
 from group_laws import TIMEOUT
 
 from thinwire.comm.pacing import SHARE, connections, pace
-from thinwire.comm.secure import Hub, link
-from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.frames import CHUNK_NBYTES, group_label
-from thinwire.comm.secure.group import connected_group
-from thinwire.comm.secure.invitations import opened_state
-from thinwire.comm.secure.link import CHANNELS, HubLink
 from thinwire.comm.sockets import open_socket
+from thinwire.net import Hub, link
+from thinwire.net.enrol import Enrolment
+from thinwire.net.frames import CHUNK_NBYTES, group_label
+from thinwire.net.group import connected_group
+from thinwire.net.invitations import opened_state
+from thinwire.net.link import CHANNELS, HubLink
 
 PACING = 47  # SO_MAX_PACING_RATE
 LONG_NBYTES = 3 * CHUNK_NBYTES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from thinwire.comm.secure import frames
-from thinwire.comm.secure.measuring import BY_HUB, STRAIGHT, TRAIN, TRAIN_NBYTES, Measuring
-from thinwire.comm.secure.messages import InFlight
+from thinwire.net import frames
+from thinwire.net.measuring import BY_HUB, STRAIGHT, TRAIN, TRAIN_NBYTES, Measuring
+from thinwire.net.messages import InFlight
 
 
 class Link:

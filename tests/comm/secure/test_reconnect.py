@@ -16,19 +16,19 @@ from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, enrol, join
-from thinwire.comm.secure.calls import Refused
-from thinwire.comm.secure.enrol import Admitted, Enrolment
-from thinwire.comm.secure.group import _SecureTransfer, connected_group
-from thinwire.comm.secure.hub import LIFETIME
-from thinwire.comm.secure.invitations import rotate
-from thinwire.comm.secure.keys import Authorities, Credentials
-from thinwire.comm.secure.link import HubLink
-from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.messages import BUDGET_NBYTES
-from thinwire.comm.secure.requests import HubChannel
 from thinwire.errors import LinkError
 from thinwire.membership.registry import MemberRegistry
+from thinwire.net import Hub, enrol, join
+from thinwire.net.calls import Refused
+from thinwire.net.enrol import Admitted, Enrolment
+from thinwire.net.group import _SecureTransfer, connected_group
+from thinwire.net.hub import LIFETIME
+from thinwire.net.invitations import rotate
+from thinwire.net.keys import Authorities, Credentials
+from thinwire.net.link import HubLink
+from thinwire.net.loop import LoopThread
+from thinwire.net.messages import BUDGET_NBYTES
+from thinwire.net.requests import HubChannel
 
 NBYTES = 4_000_000
 

@@ -11,10 +11,10 @@ from group_laws import Exchange
 from secure_groups import run_secure
 
 from thinwire.comm.pacing import connections
-from thinwire.comm.secure import Hub
-from thinwire.comm.secure import hub as hubs
-from thinwire.comm.secure.relay import SILENT_LOOKS, Connection
 from thinwire.comm.sockets import open_socket
+from thinwire.net import Hub
+from thinwire.net import hub as hubs
+from thinwire.net.relay import SILENT_LOOKS, Connection
 
 LINUX_USER_TIMEOUT = 18  # TCP_USER_TIMEOUT, in milliseconds
 

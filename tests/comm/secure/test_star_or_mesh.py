@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.comm.secure.star_or_mesh import Measured, explained_choice, parse_measured, worst
 from thinwire.errors import PacketError
+from thinwire.net.star_or_mesh import Measured, explained_choice, parse_measured, worst
 
 POSSIBLE = st.integers(1, 1 << 53)
 PAIRS = st.builds(Measured, POSSIBLE, POSSIBLE, POSSIBLE, POSSIBLE)

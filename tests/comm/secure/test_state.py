@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.comm.secure import Hub, invite
-from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.grouping import HubGroups
-from thinwire.comm.secure.keys import Authorities, Authority, write_private
-from thinwire.comm.secure.runs import HubRuns
-from thinwire.comm.secure.state import HubState
 from thinwire.errors import ConfigurationError, LinkError
+from thinwire.net import Hub, invite
+from thinwire.net.audit import AuditLog
+from thinwire.net.grouping import HubGroups
+from thinwire.net.keys import Authorities, Authority, write_private
+from thinwire.net.runs import HubRuns
+from thinwire.net.state import HubState
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from thinwire.comm.secure.state import HubState
+from thinwire.net.state import HubState
 state = HubState(Path(sys.argv[1]))
 number, secret = state.invite(2, 1000.0, None)
 state.admit("oslo", b"a" * 32, number, secret)

@@ -15,11 +15,11 @@ from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, frames, heartbeats, join, link
-from thinwire.comm.secure.frames import group_label
-from thinwire.comm.secure.heartbeats import BEATS
-from thinwire.comm.secure.star_or_mesh import Measured
-from thinwire.comm.secure.straight import Straight
+from thinwire.net import Hub, frames, heartbeats, join, link
+from thinwire.net.frames import group_label
+from thinwire.net.heartbeats import BEATS
+from thinwire.net.star_or_mesh import Measured
+from thinwire.net.straight import Straight
 
 NBYTES = 1_000_000
 PAYLOAD = 5 * NBYTES

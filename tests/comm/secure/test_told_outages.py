@@ -11,7 +11,7 @@ from group_laws import TIMEOUT
 from hub_process import HubProcess
 from raw_member import RawMember, admitted, welcomed
 
-from thinwire.comm.secure import Hub, frames, join, link
+from thinwire.net import Hub, frames, join, link
 
 
 def test_a_killed_hub_is_named_by_its_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

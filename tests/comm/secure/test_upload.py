@@ -17,15 +17,15 @@ from torch import nn
 
 pytest.importorskip("grpc")
 
-from thinwire.cli import main
-from thinwire.comm.secure import Hub, SecureGroup, Token, admit, upload
-from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.fetch import LIST, serve
-from thinwire.comm.secure.frames import CHUNK_NBYTES
-from thinwire.comm.secure.upload import HubUploader
-from thinwire.lm.meeting import AtHub, meeting_of
-from thinwire.records.published import PublishedFolder
-from thinwire.records.uploaded import UploadedVersions
+from thinwire.app.cli import main
+from thinwire.app.records.published import PublishedFolder
+from thinwire.app.records.uploaded import UploadedVersions
+from thinwire.app.trainer.meeting import AtHub, meeting_of
+from thinwire.net import Hub, SecureGroup, Token, admit, upload
+from thinwire.net.enrol import Enrolment
+from thinwire.net.fetch import LIST, serve
+from thinwire.net.frames import CHUNK_NBYTES
+from thinwire.net.upload import HubUploader
 
 
 def followed(token: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, int], torch.Tensor]:
@@ -109,7 +109,7 @@ def test_a_refused_publisher_is_told_once_and_publishes_into_its_folder(tmp_path
 
 def test_a_publisher_without_a_hub_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub has gone for good before the last version: the publisher says so."""
-    monkeypatch.setattr("thinwire.lm.publish.LAST_SECONDS", 0.0)
+    monkeypatch.setattr("thinwire.app.trainer.publish.LAST_SECONDS", 0.0)
     model, failed = nn.Linear(9, 9), list[str]()
     with Hub(tmp_path / "hub", publishers=UploadedVersions(tmp_path / "hub", ["oslo"], 1 << 30)) as hub:
         token = hub.invite()

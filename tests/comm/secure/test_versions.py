@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
-from thinwire.cli import main
-from thinwire.comm.secure import Hub, PublishedAtHub, enrol, fetch, joining, versions
-from thinwire.comm.secure.calls import Broken, Outdated, Refused
-from thinwire.comm.secure.versions import FRAMES
+from thinwire.app.cli import main
 from thinwire.errors import PacketError
+from thinwire.net import Hub, PublishedAtHub, enrol, fetch, joining, versions
+from thinwire.net.calls import Broken, Outdated, Refused
+from thinwire.net.versions import FRAMES
 from thinwire.version import FOLLOWER_REQUESTS, JOIN_REQUESTS, Protocols
 
 THIS, NEXT, LATER = Protocols(4, 4, "0.1.0"), Protocols(4, 6, "0.2.0"), Protocols(5, 7, "0.3.0")

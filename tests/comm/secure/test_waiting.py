@@ -12,9 +12,9 @@ from group_laws import TIMEOUT
 from raw_member import RawMember, admitted
 
 from thinwire.comm.group import gather
-from thinwire.comm.secure import Hub, SecureGroup, frames, join, versions
-from thinwire.comm.secure.versions import FRAMES, stating_run
 from thinwire.errors import LinkError
+from thinwire.net import Hub, SecureGroup, frames, join, versions
+from thinwire.net.versions import FRAMES, stating_run
 from thinwire.version import Protocols
 
 Joining = Callable[[Hub, str, "Queue[str]"], "Future[SecureGroup]"]

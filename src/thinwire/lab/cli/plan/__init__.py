@@ -1,0 +1,1 @@
+"""The planner's verbs of the lab."""

@@ -1,0 +1,1 @@
+"""Codecs that few compositions use."""

@@ -1,0 +1,1 @@
+"""Experts, mixtures and ensembles."""

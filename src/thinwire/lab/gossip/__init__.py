@@ -1,0 +1,1 @@
+"""Methods without agreement: each replica mixes with its neighbors."""

@@ -1,0 +1,1 @@
+"""Gradient methods beside the core's."""

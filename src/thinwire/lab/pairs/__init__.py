@@ -1,0 +1,1 @@
+"""Methods in which two replicas average at a time."""

@@ -1,0 +1,1 @@
+"""Aggregates that bear liars, and the attacks to try them with."""

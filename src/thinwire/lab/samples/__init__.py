@@ -1,0 +1,1 @@
+"""Plexus: each round is a sample of the peers."""

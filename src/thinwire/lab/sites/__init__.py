@@ -1,0 +1,1 @@
+"""HALoS: local servers at sites, one above them."""

@@ -1,0 +1,1 @@
+"""An exchange that a hub averages."""
