@@ -50,12 +50,12 @@ CODECS: tuple[Codec, ...] = (
     tw.codecs.Int(8),
     tw.codecs.Int(4),
     tw.codecs.Int(2),
-    tw.codecs.Levels(),
+    tw.lab.codecs.Levels(),
     tw.codecs.Sign(),
     tw.codecs.Sign(block=4096),
     tw.codecs.TopK(0.01),
     tw.codecs.ChunkedTopK(),
-    tw.codecs.OverSenders(tw.codecs.ChunkedTopK()),
+    tw.lab.codecs.OverSenders(tw.codecs.ChunkedTopK()),
     tw.codecs.RandomK(0.01),
 )
 Work = Callable[[], object]

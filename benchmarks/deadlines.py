@@ -28,11 +28,12 @@ import thinwire as tw
 from thinwire.app.trainer.run import Run
 from thinwire.app.trainer.setup import learning_rate, make_model
 from thinwire.app.trainer.tokenizer import open_corpus
-from thinwire.codecs import E3M0, Int, Levelled, Sign
+from thinwire.codecs import E3M0, Int, Sign
 from thinwire.comm.rates import RateTrace
 from thinwire.drivers.fragment import RoundUpdate
 from thinwire.drivers.rounds import RoundPipeline
 from thinwire.lab.codecs.deadlines import Deadlines
+from thinwire.lab.codecs.levelled import Levelled
 from thinwire.lab.simulate.deadlines import Choose, Played, fixed, observed, oracle, play
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.schedule import Staggered

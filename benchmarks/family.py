@@ -22,8 +22,8 @@ from provenance import provenance, save
 from quality import compared, shown
 
 from thinwire.app.trainer.run import LR, Run
+from thinwire.catalogue.methods import RECIPES
 from thinwire.lab.methods import METHODS
-from thinwire.recipes import RECIPES
 from thinwire.recipes.gradients import SGD_RATE
 
 SETTINGS = {"model": "nano", "batch": 16, "sequence": 128, "checkpoint_every": 0}

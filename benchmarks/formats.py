@@ -38,12 +38,12 @@ from thinwire.codecs import (
     Hadamard,
     Identity,
     Int,
-    LowRank,
     Shapes,
     Sign,
     Squares,
     TopK,
 )
+from thinwire.lab.codecs.lowrank import LowRank
 from thinwire.rng import Key
 
 NUMEL = 1 << 20

@@ -28,7 +28,7 @@ from thinwire.app.trainer.run import Run
 from thinwire.app.trainer.setup import learning_rate
 from thinwire.app.trainer.text_job import TextJob
 from thinwire.codecs import Identity
-from thinwire.lab.robust.products import inner_products
+from thinwire.exchange.products import inner_products
 from thinwire.pieces.aggregate import Aggregate, Values
 from thinwire.rng import Key
 

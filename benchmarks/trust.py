@@ -58,7 +58,7 @@ def mixes(seed: int) -> Tensor:
 
 
 def strategy_of(method: str, attack: str, seed: int) -> tw.Strategy:
-    topology, recipes = tw.lab.topology.RandomRegular(4), dict[str, Callable[..., tw.Strategy]](tw.recipes.RECIPES)
+    topology, recipes = tw.lab.topology.RandomRegular(4), dict[str, Callable[..., tw.Strategy]](RECIPES_OF_ALL)
     kind, _, setting = METHODS[method].partition(", ")
     settings = {"reach": 1} if setting else {}
     made = replace(recipes[kind](every=5, topology=topology, **settings), seed=seed)

@@ -24,6 +24,7 @@ import torch
 from thinwire import Strategy
 from thinwire.app.plan.memory import kept_nbytes
 from thinwire.app.trainer.model import SIZES, Transformer
+from thinwire.catalogue.methods import RECIPES
 from thinwire.drivers.unequal.method import DECOUPLED, Decoupled
 from thinwire.lab.methods import CODISTILL, METHODS, Averaged, Codistill, ControlVariates, Flasc, Method
 from thinwire.lab.pairs.method import AcceleratedPairs, Pairs
@@ -32,7 +33,6 @@ from thinwire.lab.sites.method import Halos
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Adaptive
-from thinwire.recipes import RECIPES
 from thinwire.strategy import Gradients
 
 ROOT = Path(__file__).parents[1]

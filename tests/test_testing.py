@@ -25,8 +25,8 @@ OURS = [
         pytest.param(piece, marks=SLOW)
         for piece in (
             tw.exchange.TwoShot(),
-            tw.codecs.LowRank(1),
-            tw.codecs.Each(tw.codecs.RandomK(0.5, tw.codecs.Identity())),
+            tw.lab.codecs.LowRank(1),
+            tw.lab.codecs.Each(tw.codecs.RandomK(0.5, tw.codecs.Identity())),
             tw.lab.robust.by_products.Krum(1),
             tw.lab.robust.pre_aggregation.StaticClipping(tw.lab.robust.coordinates.Median()),
             *(tw.pieces.partition.Sequential(2), tw.pieces.schedule.Every(4, 2), tw.pieces.merge.Eager()),

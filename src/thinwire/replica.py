@@ -7,46 +7,48 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from thinwire import checkpoint
-from thinwire.comm.group import Group
-from thinwire.data_ledger import LeasedReader
+from thinwire.comm.group import ElasticGroup, Group
 from thinwire.drivers.base import Driver, Training, anchored
 from thinwire.drivers.claim import GroupClaim
 from thinwire.drivers.deltas import DeltaDriver
-from thinwire.drivers.elastic.driver import elastic_driver
-from thinwire.drivers.gradients import GradientDriver
 from thinwire.drivers.inner_steps import InnerSteps, as_one, optimizers_of
 from thinwire.drivers.loop_warnings import LoopWarnings, silent
 from thinwire.drivers.model_buffers import SharedBuffers
 from thinwire.drivers.module_state import export_state
 from thinwire.drivers.stateful import check_origin, owner, pack_state, unpack_state, with_origin
 from thinwire.errors import ConfigurationError
-from thinwire.lab.gossip.driver import GossipDriver
-from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
+if TYPE_CHECKING:
+    from thinwire.data_ledger import LeasedReader
+
 _NUMBER = struct.Struct("<d")
 
 
-def choose(training: Training, fragments: list[Fragment], group: Group | Membership, site: Group | None) -> Driver:
+def choose(training: Training, fragments: list[Fragment], group: Group | ElasticGroup, site: Group | None) -> Driver:
     """The driver that this group and this strategy need; then call its `join`. Raises as `Replica`."""
-    if isinstance(group, Membership):
-        return elastic_driver(training, fragments, group, site)
+    if isinstance(group, ElasticGroup):
+        return group.driver(training, fragments, site)
     if training.reader is not None:
         raise ConfigurationError(
             "reader= with a fixed group: it follows what members agree on; give a Membership, or read a share by rank."
         )
-    if not training.strategy.exchange.agrees:
-        return GossipDriver(training, fragments, group, site)
-    kind = GradientDriver if isinstance(training.strategy.signal, Gradients) else DeltaDriver
-    return kind(training, fragments, group, site)
+    exchange = training.strategy.exchange
+    if not exchange.agrees:
+        return exchange.driver(training, fragments, group, site)
+    if isinstance(training.strategy.signal, Gradients):
+        from thinwire.drivers.gradients import GradientDriver
+
+        return GradientDriver(training, fragments, group, site)
+    return DeltaDriver(training, fragments, group, site)
 
 
 class Replica:
@@ -104,7 +106,7 @@ class Replica:
 
     def __init__(
         self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        group: Group | Membership, *, site: Group | None = None, tokens: float | None = None,
+        group: Group | ElasticGroup, *, site: Group | None = None, tokens: float | None = None,
         reader: LeasedReader | None = None, buffers: Literal["mean", "local"] = "mean",
         resume: Callable[[Replica], object] | None = None, validation: Callable[[], Sequence[float]] | None = None,
         observer: Observer = silent, clock: Callable[[], float] = time.monotonic,

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from thinwire import kernels
-from thinwire.codecs import Codec, Identity, Shapes, check_kept, in_full, warm_up
+from thinwire.codecs import Codec, Identity, Shapes, in_full, warm_up
+from thinwire.codecs.base import check_kept
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange
-from thinwire.lab.privacy import Privacy
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.guard import Guard
@@ -25,6 +25,7 @@ from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Partition, Whole
 from thinwire.pieces.piece import Piece, check_piece
 from thinwire.pieces.policy import LONG_RUN, Constant, Deciding, Policy
+from thinwire.pieces.privacy import Privacy
 from thinwire.pieces.schedule import Adaptive, Every, Schedule
 from thinwire.pieces.storage import Anchors, StateDtype, check_anchors, check_state_dtype
 from thinwire.pieces.transforms import Filter, check_filters

@@ -187,11 +187,11 @@ def test_a_whole_number_is_accepted_as_a_learning_rate() -> None:
 
 def test_the_clip_of_a_run_applies_to_gradients_only() -> None:
     """It goes into the filters of a recipe that has them. The bound of the outer momentum is a different setting."""
-    assert Run.of(strategy="dgc", clip=0.5).make_strategy() == thinwire.recipes.dgc(clip=0.5)
+    assert Run.of(strategy="dgc", clip=0.5).make_strategy() == thinwire.lab.recipes.dgc(clip=0.5)
     assert (
         Run.of(strategy="co2", clip=0.5).make_strategy()
         == Run.of(strategy="co2", clip=0.0).make_strategy()
-        == thinwire.recipes.co2()
+        == thinwire.lab.recipes.co2()
     )
 
 

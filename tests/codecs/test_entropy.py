@@ -22,7 +22,7 @@ from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
 from thinwire.testing.values import gaussian, roundtrip
 
-Entropy = tw.codecs.Entropy
+Entropy = tw.lab.codecs.Entropy
 NUMEL = 1 << 18
 SOURCES = {
     "normal": lambda n: torch.from_numpy(np.random.default_rng(1).standard_normal(n, np.float32)),
@@ -228,20 +228,20 @@ def test_invalid_frames_of_gaps_are_refused(high):
 
 @pytest.mark.parametrize(
     "codec",
-    [tw.codecs.E3M0(), tw.codecs.RandomK(0.5), tw.codecs.OverSenders(tw.codecs.TopK()), tw.codecs.LowRank()],
+    [tw.codecs.E3M0(), tw.codecs.RandomK(0.5), tw.lab.codecs.OverSenders(tw.codecs.TopK()), tw.lab.codecs.LowRank()],
     ids=str,
 )
 def test_entropy_declares_the_properties_of_its_codec(codec):
-    outside = tw.codecs.Entropy(codec)
+    outside = tw.lab.codecs.Entropy(codec)
     for name in ("grain", "biased", "samples", "needs_fixed_group", "needs_shapes", "sparse", "joint"):
         assert getattr(outside, name) == getattr(codec, name), name
     assert outside.claims == (codec.claims - {"local"}) | {"refuses"} and outside.varies and not outside.any_device
-    assert outside.forms() == tuple(map(tw.codecs.Entropy, codec.forms()))
-    assert outside.denser(0.7) == tw.codecs.Entropy(codec.denser(0.7))
+    assert outside.forms() == tuple(map(tw.lab.codecs.Entropy, codec.forms()))
+    assert outside.denser(0.7) == tw.lab.codecs.Entropy(codec.denser(0.7))
 
 
 def test_the_indices_of_several_matrices_are_decoded():
-    each = tw.codecs.Each(TopK(0.3), rest=E3M0(8), shapes=((8, 8), (4, 16)))
+    each = tw.lab.codecs.Each(TopK(0.3), rest=E3M0(8), shapes=((8, 8), (4, 16)))
     x = gaussian(140)
     assert same_bits(roundtrip(Entropy(each), x), roundtrip(each, x))
     smooth = torch.arange(140) % 3 + 1.0  # its indices and its values are coded
@@ -253,8 +253,8 @@ def test_the_indices_of_several_matrices_are_decoded():
 @pytest.mark.parametrize(
     "inner",
     [
-        tw.codecs.Each(TopK(0.3), rest=TopK(0.3), shapes=((8, 8),)),
-        tw.codecs.LowRank(2, values=TopK(0.3), shapes=((64,),)),
+        tw.lab.codecs.Each(TopK(0.3), rest=TopK(0.3), shapes=((8, 8),)),
+        tw.lab.codecs.LowRank(2, values=TopK(0.3), shapes=((64,),)),
     ],
     ids=["no rest", "no matrix"],
 )
@@ -268,7 +268,7 @@ def test_a_part_without_elements_is_decoded(inner):
 
 
 def test_packets_of_all_senders_are_decoded_together():
-    codec, x = tw.codecs.OverSenders(E3M0()), (torch.ones(300), gaussian(300))
+    codec, x = tw.lab.codecs.OverSenders(E3M0()), (torch.ones(300), gaussian(300))
     packets = {
         one: [(coded(one, values), Key(), weight) for values, weight in zip(x, (1.0, 3.0))]
         for one in (Entropy(codec), codec)
@@ -280,9 +280,9 @@ def test_packets_of_all_senders_are_decoded_together():
 def test_entropy_must_be_the_outermost_codec():
     for make in (
         lambda inner: Entropy(inner),
-        lambda inner: tw.codecs.OverSenders(inner),
+        lambda inner: tw.lab.codecs.OverSenders(inner),
         lambda inner: tw.codecs.DCT(inner),
-        lambda inner: tw.codecs.Each(inner),
+        lambda inner: tw.lab.codecs.Each(inner),
         lambda inner: TopK(0.1, inner),
     ):
         with pytest.raises(tw.ConfigurationError, match=r"outermost|known size"):

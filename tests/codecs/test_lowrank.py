@@ -13,27 +13,27 @@ LARGE, SMALL = ((32, 32), (8,)), ((4, 4), (8,))
 
 
 def test_the_default_is_rank_4_with_two_iterations() -> None:
-    low_rank = tw.codecs.LowRank()
-    assert low_rank == tw.codecs.LowRank(4, 2, tw.codecs.Identity())
+    low_rank = tw.lab.codecs.LowRank()
+    assert low_rank == tw.lab.codecs.LowRank(4, 2, tw.codecs.Identity())
     assert low_rank.linear and low_rank.needs_shapes and low_rank.biased
     assert low_rank.fitted(LARGE).nbytes(32 * 32 + 8) == 4 * (4 * 32 + 4 * 32 + 8)
     assert low_rank.fitted(SMALL).nbytes(4 * 4 + 8) == 4 * (4 * 4 + 8)
     for numbers in ((0,), (4, 0)):
         with pytest.raises(ConfigurationError, match="at least 1 is needed of both"):
-            tw.codecs.LowRank(*numbers)
+            tw.lab.codecs.LowRank(*numbers)
 
 
 def test_claims_depend_on_whether_a_matrix_gets_smaller() -> None:
-    signs = tw.codecs.LowRank(values=tw.codecs.Sign())
+    signs = tw.lab.codecs.LowRank(values=tw.codecs.Sign())
     assert signs.fitted(SMALL).claims == signs.claims == {"contractive"}
     assert signs.fitted(LARGE).claims == {"contractive", "drawn", "shared"}
-    assert tw.codecs.LowRank().fitted(SMALL).claims == {"exact", "odd", "contractive", "idempotent"}
-    drawn = tw.codecs.LowRank(values=tw.codecs.Int(8, 8, "fp32", "stochastic"))
+    assert tw.lab.codecs.LowRank().fitted(SMALL).claims == {"exact", "odd", "contractive", "idempotent"}
+    drawn = tw.lab.codecs.LowRank(values=tw.codecs.Int(8, 8, "fp32", "stochastic"))
     assert drawn.fitted(LARGE).claims == {"odd", "drawn"}, "the product of unbiased factors is not unbiased"
 
 
 def test_other_forms_have_half_to_twice_the_rank() -> None:
-    assert [[form.rank for form in tw.codecs.LowRank(rank).forms()] for rank in (1, 2, 5)] == [
+    assert [[form.rank for form in tw.lab.codecs.LowRank(rank).forms()] for rank in (1, 2, 5)] == [
         [2],
         [1, 3, 4],
         [2, 3, 4, 6, 7, 8, 9, 10],
@@ -42,7 +42,7 @@ def test_other_forms_have_half_to_twice_the_rank() -> None:
 
 def test_a_warm_start_keeps_directions_alone_and_replaces_zero_columns() -> None:
     """The kept values are Q of all matrices. A power of two in them changes no bit, and the codec stays equal to one without them."""
-    cold, key = tw.codecs.LowRank(2, shapes=((6, 8), (5,), (9, 7))), Key(round=3)
+    cold, key = tw.lab.codecs.LowRank(2, shapes=((6, 8), (5,), (9, 7))), Key(round=3)
     x = torch.linspace(-1, 2, 6 * 8 + 5 + 9 * 7).sin()
     first, last = cold.project(x, (), key), torch.linspace(1, 3, 2 * (8 + 7)).cos()
     assert cold.remembered(len(x)) == len(last) and cold.sizes(len(x)) == (2 * (6 + 9), len(last) + 5)

@@ -12,7 +12,7 @@ from thinwire.testing.values import encoded, roundtrip
 
 @pytest.mark.parametrize("inner", [tw.codecs.Identity(), tw.codecs.TopK(0.5, tw.codecs.Identity())], ids=str)
 def test_each_value_is_the_weighted_mean_of_its_senders(inner: tw.codecs.Codec) -> None:
-    codec = tw.codecs.OverSenders(inner)
+    codec = tw.lab.codecs.OverSenders(inner)
     assert codec.joint and not codec.biased and codec.nbytes(4) == inner.nbytes(4)
     said = [([1.0, 0.0, 0.0, -2.0], 3.0), ([5.0, 4.0, 0.0, 0.0], 1.0)]
     packets = [
@@ -30,6 +30,6 @@ def test_each_value_is_the_weighted_mean_of_its_senders(inner: tw.codecs.Codec) 
 
 
 def test_packets_of_another_size_are_refused() -> None:
-    codec, short = tw.codecs.OverSenders(tw.codecs.TopK(0.5)), torch.zeros(3, dtype=torch.uint8)
+    codec, short = tw.lab.codecs.OverSenders(tw.codecs.TopK(0.5)), torch.zeros(3, dtype=torch.uint8)
     with pytest.raises(tw.ConfigurationError, match="flat uint8 of 6 bytes are needed"):
         codec.decode_joint([(short, Key(), 1.0)], 4)

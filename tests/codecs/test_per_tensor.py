@@ -17,7 +17,7 @@ SHAPES = ((4, 8), (8, 4), (4, 4), (32,))
 
 
 def test_matrices_from_the_least_size_on_are_encoded_separately() -> None:
-    each = tw.codecs.Each(tw.codecs.Sign(), least=32, shapes=SHAPES)
+    each = tw.lab.codecs.Each(tw.codecs.Sign(), least=32, shapes=SHAPES)
     assert each.matrices == ((4, 8), (8, 4))
     assert each.nbytes(112) == 2 * (4 + 4) + 4 * (16 + 32)
     x = torch.arange(112.0) - 50
@@ -25,24 +25,24 @@ def test_matrices_from_the_least_size_on_are_encoded_separately() -> None:
 
 
 def test_each_matrix_has_its_own_random_coordinates() -> None:
-    each = tw.codecs.Each(tw.codecs.RandomK(0.25, tw.codecs.Identity()), shapes=SHAPES)
+    each = tw.lab.codecs.Each(tw.codecs.RandomK(0.25, tw.codecs.Identity()), shapes=SHAPES)
     first, second, *_ = roundtrip(each, torch.ones(112), Key(round=3)).split(32)
     assert first.count_nonzero() == second.count_nonzero() == 8 and not first.equal(second)
 
 
 def test_each_claims_what_all_its_codecs_claim() -> None:
-    assert tw.codecs.Each.needs_shapes and not tw.codecs.Each.biased
+    assert tw.lab.codecs.Each.needs_shapes and not tw.lab.codecs.Each.biased
     chosen = (tw.codecs.Sign(), tw.codecs.Identity(), tw.codecs.Identity())
-    plain = tw.codecs.Each(tw.codecs.Identity(), shapes=SHAPES)
+    plain = tw.lab.codecs.Each(tw.codecs.Identity(), shapes=SHAPES)
     assert "exact" in plain.claims
-    assert tw.codecs.Each(tw.codecs.Identity(), shapes=SHAPES, chosen=chosen).claims == {"contractive"}
-    assert tw.codecs.Each(tw.codecs.Sign(), shapes=SHAPES).claims == {"contractive"}
+    assert tw.lab.codecs.Each(tw.codecs.Identity(), shapes=SHAPES, chosen=chosen).claims == {"contractive"}
+    assert tw.lab.codecs.Each(tw.codecs.Sign(), shapes=SHAPES).claims == {"contractive"}
 
 
 def test_the_bytes_are_those_of_one_matrix_after_another_and_of_the_rest() -> None:
     """Matrix k has the streams of part k·2^20 after the packet's part."""
     inner, rest = tw.codecs.RandomK(0.25, tw.codecs.Cast()), tw.codecs.Int(8, 4)
-    each = tw.codecs.Each(inner, rest, least=17).fitted(SHAPES)
+    each = tw.lab.codecs.Each(inner, rest, least=17).fitted(SHAPES)
     x = torch.linspace(-1, 1, 112).sin()
     parts = [encoded(inner, x[32 * k : 32 * k + 32], Key(2, 0, 5, 1, 3 + (k << 20))) for k in range(2)]
     assert encoded(each, x, Key(2, 0, 5, 1, 3)) == b"".join([*parts, encoded(rest, x[64:])])
@@ -56,7 +56,7 @@ def test_the_bytes_are_those_of_one_matrix_after_another_and_of_the_rest() -> No
 
 def test_a_packet_that_cannot_be_decoded_changes_nothing() -> None:
     """Only the indices of the second matrix are wrong."""
-    each, out = tw.codecs.Each(tw.codecs.TopK(0.1), shapes=((8, 8), (8, 8))), torch.ones(128)
+    each, out = tw.lab.codecs.Each(tw.codecs.TopK(0.1), shapes=((8, 8), (8, 8))), torch.ones(128)
     payload = torch.tensor(list(encoded(each, torch.arange(128.0))), dtype=torch.uint8)
     payload[-1] = payload[-2] = payload[-3] = 0
     with pytest.raises(PacketError, match="indices are not ascending"):
@@ -66,9 +66,9 @@ def test_a_packet_that_cannot_be_decoded_changes_nothing() -> None:
 
 def test_chosen_codecs_last_as_long_as_the_shapes() -> None:
     chosen = (tw.codecs.Sign(), tw.codecs.Identity(), tw.codecs.Cast())
-    each = tw.codecs.Each(tw.codecs.Sign(), shapes=SHAPES, chosen=chosen)
+    each = tw.lab.codecs.Each(tw.codecs.Sign(), shapes=SHAPES, chosen=chosen)
     assert each.fitted([list(shape) for shape in SHAPES]) is each and each.fitted(SHAPES[:3]).chosen == ()
-    assert tw.codecs.Each(tw.codecs.Sign()) == tw.codecs.Each(tw.codecs.Sign(), tw.codecs.Identity(), 0, (), ())
+    assert tw.lab.codecs.Each(tw.codecs.Sign()) == tw.lab.codecs.Each(tw.codecs.Sign(), tw.codecs.Identity(), 0, (), ())
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,13 @@ def test_chosen_codecs_last_as_long_as_the_shapes() -> None:
     [
         (("Sign()",), "Each(codec='Sign()'): a codec for one matrix is needed, such as TopK(0.01)."),
         ((tw.codecs.Sign,), "a codec for one matrix is needed"),
-        ((tw.codecs.Each(tw.codecs.Sign()),), "a codec for one matrix is needed"),
-        ((tw.codecs.Entropy(tw.codecs.Sign()),), "its size would have to be known here; make it the outermost codec."),
-        ((tw.codecs.OverSenders(tw.codecs.TopK()),), "`joint` would never be called inside this codec"),
-        ((tw.codecs.Sign(), tw.codecs.LowRank()), "Each(rest=LowRank("),
+        ((tw.lab.codecs.Each(tw.codecs.Sign()),), "a codec for one matrix is needed"),
+        (
+            (tw.lab.codecs.Entropy(tw.codecs.Sign()),),
+            "its size would have to be known here; make it the outermost codec.",
+        ),
+        ((tw.lab.codecs.OverSenders(tw.codecs.TopK()),), "`joint` would never be called inside this codec"),
+        ((tw.codecs.Sign(), tw.lab.codecs.LowRank()), "Each(rest=LowRank("),
         ((tw.codecs.Sign(), tw.codecs.Cast(), -1), "Each(least=-1): 0 or more elements are needed."),
         (
             (tw.codecs.Sign(), tw.codecs.Cast(), 0, SHAPES, (tw.codecs.Sign(),)),
@@ -90,4 +93,4 @@ def test_chosen_codecs_last_as_long_as_the_shapes() -> None:
 )
 def test_invalid_settings_are_refused(given, said) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(said)):
-        tw.codecs.Each(*given)
+        tw.lab.codecs.Each(*given)

@@ -69,7 +69,7 @@ def test_a_liar_in_gossip_sends_weights_that_a_false_delta_would_lead_to(sybils,
     """Replica m has the weights θ = x − delta, with its own x. A liar keeps its own."""
     SCENES.clear()
     delta, anchors = deltas(4, 70, 2)
-    made = with_liars(tw.exchange.Gossip(Complete(), AdaptThenCombine()), Noted(not sybils, sybils), 2)
+    made = with_liars(tw.lab.gossip.exchange.Gossip(Complete(), AdaptThenCombine()), Noted(not sybils, sybils), 2)
 
     def replica(group: tw.Group) -> list[Tensor]:
         context, rank = SendContext(group), group.rank
@@ -102,10 +102,10 @@ def test_a_liar_in_gossip_sends_weights_that_a_false_delta_would_lead_to(sybils,
 INSIDE = (
     tw.exchange.Direct(),
     tw.exchange.TwoShot(Feedback()),
-    tw.exchange.Star("hub"),
-    tw.exchange.Star(2),
+    tw.lab.star.exchange.Star("hub"),
+    tw.lab.star.exchange.Star(2),
     tw.exchange.AllReduce(),
-    tw.exchange.Fastest("20mbit,40ms"),
+    tw.lab.fastest.Fastest("20mbit,40ms"),
 )
 
 
@@ -139,11 +139,15 @@ def test_an_exchange_with_liars_declares_what_it_does_without_them(exchange):
         (lambda: AttackedGossip(Ring(), AdaptThenCombine(), SignFlip(), 0), "liars=0: a whole number"),
         (lambda: with_liars(tw.exchange.Direct(), SignFlip(), 4).check_size(4), "liars=4 of 4 replicas: at least one"),
         (lambda: with_liars(tw.exchange.Direct(), SignFlip(), 4).init(Sign(), 8, 0, 4), "choose 3 or fewer"),
-        (lambda: with_liars(tw.exchange.Star(3), SignFlip(), 1).check_size(3), r"a center in 0\.\.2 is needed"),
+        (
+            lambda: with_liars(tw.lab.star.exchange.Star(3), SignFlip(), 1).check_size(3),
+            r"a center in 0\.\.2 is needed",
+        ),
         (lambda: with_liars(tw.exchange.AllReduce(), SignFlip(), 1).check(E3M0(), None), "AllReduce"),
         (
             lambda: tw.Strategy(
-                exchange=with_liars(tw.exchange.Star("hub"), SignFlip(), 1), policy=tw.pieces.policy.DenseUntil(1)
+                exchange=with_liars(tw.lab.star.exchange.Star("hub"), SignFlip(), 1),
+                policy=tw.pieces.policy.DenseUntil(1),
             ),
             "a hub takes the mean of packets in one codec",
         ),
@@ -157,5 +161,7 @@ def test_liars_that_do_not_fit_are_refused(make, said):
 def test_by_default_one_replica_lies():
     assert Attacked(tw.exchange.Direct(), SignFlip()) == with_liars(tw.exchange.Direct(), SignFlip(), 1)
     made = AttackedGossip(Ring(), AdaptThenCombine())
-    assert made == with_liars(tw.exchange.Gossip(Ring(), AdaptThenCombine()), SignFlip(), 1) and made.liars == 1
+    assert (
+        made == with_liars(tw.lab.gossip.exchange.Gossip(Ring(), AdaptThenCombine()), SignFlip(), 1) and made.liars == 1
+    )
     made.check_size(2)

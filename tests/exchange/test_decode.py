@@ -16,10 +16,10 @@ from thinwire.codecs.base import Said
 from thinwire.exchange import Round, SendContext, decode
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.decode import Decoder
+from thinwire.exchange.products import inner_products
 from thinwire.exchange.round import Outgoing
 from thinwire.lab.robust.by_products import GeometricMedian
 from thinwire.lab.robust.coordinates import Median, TrimmedMean
-from thinwire.lab.robust.products import inner_products
 from thinwire.packet import REFUSED, empty_packet, payload
 from thinwire.pieces.aggregate import Aggregate, Mean, MeanOverSenders
 from thinwire.rng import Key

@@ -7,9 +7,10 @@ import torch
 
 import thinwire as tw
 from thinwire.codecs import Identity
-from thinwire.exchange import Gossip, Round, SendContext
+from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import cut, packets_nbytes
 from thinwire.exchange.two_shot import reduction_nbytes
+from thinwire.lab.gossip.exchange import Gossip
 from thinwire.lab.gossip.rules import AdaptThenCombine, NoLoCo
 from thinwire.lab.topology import Listed, MoshpitGrid, Ring
 from thinwire.rng import Key

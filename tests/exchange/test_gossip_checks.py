@@ -13,8 +13,9 @@ import torch
 import thinwire as tw
 from thinwire.codecs import Identity
 from thinwire.errors import NonFiniteError
-from thinwire.exchange import Gossip, Round, SendContext
+from thinwire.exchange import Round, SendContext
 from thinwire.exchange.base import Arrival
+from thinwire.lab.gossip.exchange import Gossip
 from thinwire.lab.gossip.mgs import MGS
 from thinwire.lab.gossip.rules import AdaptThenCombine, PushSum, Tracking
 from thinwire.lab.gossip.trust import Judging
@@ -167,7 +168,7 @@ def test_the_neighbours_of_a_round_are_those_of_its_gossip_steps():
 @pytest.mark.parametrize("seed", range(5))
 def test_a_drawn_graph_is_checked_for_the_strategys_seed(seed):
     drawn = ErdosRenyi(0.5)
-    strategy = replace(tw.recipes.d_psgd(topology=drawn), seed=seed)
+    strategy = replace(tw.lab.recipes.d_psgd(topology=drawn), seed=seed)
 
     def attach(group: tw.Group) -> None:
         model = toy()

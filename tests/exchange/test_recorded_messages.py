@@ -13,15 +13,18 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.codecs import E3M0, Cast, Hadamard, Identity, Int, LowRank, RandomK, Sign, TopK
+from thinwire.codecs import E3M0, Cast, Hadamard, Identity, Int, RandomK, Sign, TopK
 from thinwire.comm.group import WrappedGroup
-from thinwire.exchange import AllReduce, Direct, Gossip, Hierarchy, Round, SendContext, Star, TwoShot, chunks
+from thinwire.exchange import AllReduce, Direct, Hierarchy, Round, SendContext, TwoShot, chunks
+from thinwire.lab.codecs.lowrank import LowRank
+from thinwire.lab.gossip.exchange import Gossip
 from thinwire.lab.gossip.mgs import MGS
 from thinwire.lab.gossip.rules import AdaptThenCombine, NoLoCo, PushSum
 from thinwire.lab.robust.attacked import with_liars
 from thinwire.lab.robust.attacks import IPM, Sybils
 from thinwire.lab.robust.by_products import Krum
 from thinwire.lab.robust.coordinates import Median
+from thinwire.lab.star.exchange import Star
 from thinwire.lab.topology import Exponential, Listed, MoshpitGrid, OnePeerExponential, Ring
 from thinwire.packet import HEADER_NBYTES, STOP
 from thinwire.pieces.aggregate import Aggregate, Mean

@@ -13,10 +13,10 @@ import thinwire as tw
 from thinwire.catalogue.parsing import parse
 from thinwire.comm import CountedGroup, Ledger, Link
 from thinwire.comm.group import WrappedGroup
-from thinwire.exchange import Round, SendContext, Star
+from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import PIECE_NUMEL, cut, packets_nbytes
 from thinwire.lab.star import reducer
-from thinwire.lab.star.exchange import DECLARED_NBYTES, DECLARED_TAG, declare
+from thinwire.lab.star.exchange import DECLARED_NBYTES, DECLARED_TAG, Star, declare
 from thinwire.lab.star.reducer import Declared, Reducer
 from thinwire.lab.star.with_hub import WithHub
 from thinwire.packet import HEADER_NBYTES, REFUSED
@@ -42,7 +42,7 @@ def at_a_hub(replica, size, most_nbytes=1 << 30, wrap=lambda group: group):
 
 @pytest.mark.parametrize("feedback", [None, Feedback()], ids=str)
 @pytest.mark.parametrize(
-    "codec", [tw.codecs.E3M0(4), tw.codecs.Sign(), tw.codecs.Int(4, 16, "fp32", "stochastic"), tw.codecs.Entropy(tw.codecs.E3M0(4))], ids=str
+    "codec", [tw.codecs.E3M0(4), tw.codecs.Sign(), tw.codecs.Int(4, 16, "fp32", "stochastic"), tw.lab.codecs.Entropy(tw.codecs.E3M0(4))], ids=str
 )  # fmt: skip
 def test_a_hub_averages_to_the_bits_of_a_replica(codec, feedback, small):
     """Laws 1, 5 and 7: bits, bytes and flags are equal. A round that one replica refuses changes nothing at the hub either."""

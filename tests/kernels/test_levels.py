@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from pieces import over
 
-from thinwire.codecs import Levels
 from thinwire.codecs.bits import packed_nbytes
 from thinwire.kernels import reference
 from thinwire.lab.codecs import cpu_levels
+from thinwire.lab.codecs.uniform import Levels
 from thinwire.testing.toy import same_bits
 
 

@@ -117,7 +117,7 @@ KEEP = tw.Strategy(schedule=tw.pieces.schedule.Staggered(10, 6), partition=TWO, 
 
 @pytest.mark.parametrize(
     ("strategy", "missing"),
-    [(KEEP, range(15, 22)), (tw.recipes.d_psgd(every=10, delay=7, partition=TWO), range(11, 16))],
+    [(KEEP, range(15, 22)), (tw.lab.recipes.d_psgd(every=10, delay=7, partition=TWO), range(11, 16))],
     ids=["deltas", "gossip"],
 )
 def test_what_is_in_flight_at_a_restart_counts_once(strategy: tw.Strategy, missing: range) -> None:

@@ -48,7 +48,7 @@ ONE_WAY = Listed((*((i, (i + 1) % SIZE) for i in range(SIZE)), (0, 3), (0, 5), (
 
 
 def gossip(topology, rule, **pieces):
-    return tw.Strategy(exchange=tw.exchange.Gossip(topology, rule), **pieces)
+    return tw.Strategy(exchange=tw.lab.gossip.exchange.Gossip(topology, rule), **pieces)
 
 
 def apart(strategy, size, steps, train=0.0):
@@ -155,11 +155,11 @@ def test_a_round_of_several_gossip_steps_is_as_many_rounds(topology, rule):
 
 
 def test_dfedsam_without_radius_is_local_sgd_with_gossip():
-    plain = journey(tw.recipes.dfedsam(every=3, radius=0.0), 4, steps=7)
-    inner = tw.recipes.dfedsam().inner.inner
-    other = journey(dataclasses.replace(tw.recipes.d_psgd(every=3), inner=inner), 4, steps=7)
+    plain = journey(tw.lab.recipes.dfedsam(every=3, radius=0.0), 4, steps=7)
+    inner = tw.lab.recipes.dfedsam().inner.inner
+    other = journey(dataclasses.replace(tw.lab.recipes.d_psgd(every=3), inner=inner), 4, steps=7)
     assert all(same_bits(a, b) for one, two in zip(plain, other) for a, b in zip(one.weights, two.weights))
-    sharp = journey(tw.recipes.dfedsam(every=3), 4, steps=7)
+    sharp = journey(tw.lab.recipes.dfedsam(every=3), 4, steps=7)
     assert not same_bits(sharp[0].weights[0], plain[0].weights[0])
 
 
@@ -210,7 +210,7 @@ def test_noloco_contracts_at_its_radius_and_diloco_s_momentum_would_not():
     mean = (sum(ratios) / len(ratios)) ** (1 / rounds)
     assert NoLoCo().radius == pytest.approx(0.7, abs=1e-3) and mean < 0.78
     with pytest.raises(tw.ConfigurationError, match=r"grows by 1\.098 .* pull \(or lr\) below 0\.38"):
-        tw.recipes.noloco(outer_momentum=0.9)
+        tw.lab.recipes.noloco(outer_momentum=0.9)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -228,7 +228,8 @@ def test_complete_graph_and_one_step_are_the_fixed_group_s_bits(size):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_mean_of_a_round_on_the_complete_graph_has_direct_s_bits(size):
-    from thinwire.exchange import Direct, Gossip, SendContext, once
+    from thinwire.exchange import Direct, SendContext, once
+    from thinwire.lab.gossip.exchange import Gossip
 
     def replica(group):
         own = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank))

@@ -99,7 +99,7 @@ def test_replicas_with_different_precisions_or_frozen_layers_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.bool], ids=str)
 @pytest.mark.parametrize(
-    "strategy", [tw.local_sgd(), tw.data_parallel(), tw.recipes.d_psgd(every=2)], ids=["", "g", "n"]
+    "strategy", [tw.local_sgd(), tw.data_parallel(), tw.lab.recipes.d_psgd(every=2)], ids=["", "g", "n"]
 )
 def test_replicas_with_different_values_of_frozen_parameters_are_refused_by_name(dtype, strategy):
     """They never travel, so replicas would train different models."""

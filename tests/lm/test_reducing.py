@@ -11,8 +11,9 @@ from group_laws import TIMEOUT
 
 import thinwire as tw
 from thinwire.errors import LinkError
-from thinwire.exchange import SendContext, Star
+from thinwire.exchange import SendContext
 from thinwire.lab.star import reducing
+from thinwire.lab.star.exchange import Star
 from thinwire.lab.star.reducing import average, joined
 from thinwire.lab.star.with_hub import WithHub
 from thinwire.net import Hub, Token, admit, join

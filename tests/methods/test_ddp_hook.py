@@ -194,12 +194,12 @@ def test_strategies_that_ddp_cannot_run_are_refused(strategy):
 def test_clipping_of_a_bucket_is_refused():
     (group,) = tw.ThreadGroup.create(1)
     with pytest.raises(tw.ConfigurationError, match="Clip would see a bucket"):
-        tw.GradientHook(tw.recipes.dgc(), torch.nn.Linear(2, 2), group)
+        tw.GradientHook(tw.lab.recipes.dgc(), torch.nn.Linear(2, 2), group)
 
 
 def test_the_state_of_another_model_is_refused():
     (group,) = tw.ThreadGroup.create(1)
-    hook = tw.GradientHook(tw.recipes.ef14(), torch.nn.Linear(2, 2), group)
+    hook = tw.GradientHook(tw.lab.recipes.ef14(), torch.nn.Linear(2, 2), group)
     with pytest.raises(tw.CheckpointError, match="belongs to another model"):
         hook.load_state({"head.weight/feedback.residual": torch.zeros(4)}, {"steps": 3})
     hook.close()

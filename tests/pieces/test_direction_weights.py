@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from thinwire.exchange.products import inner_products
 from thinwire.lab.robust.direction_weights import FlagAggregator, FoolsGold, eigen, foolsgold
-from thinwire.lab.robust.products import inner_products
 from thinwire.rng import Key
 
 

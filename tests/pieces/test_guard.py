@@ -212,7 +212,7 @@ def test_norms_are_saved_and_an_older_checkpoint_without_them_is_read():
 
 
 def test_only_strategies_that_send_deltas_have_a_guard():
-    for strategy in (tw.recipes.power_sgd(), tw.recipes.noloco(), replace(tw.diloco(), guard=None)):
+    for strategy in (tw.lab.recipes.power_sgd(), tw.lab.recipes.noloco(), replace(tw.diloco(), guard=None)):
         assert not strategy.guards and "guard: off" in strategy.describe(toy(), 2)
     assert tw.diloco().guards and "guard" not in tw.diloco().describe(toy(), 2) + repr(tw.diloco())
     strict = replace(tw.diloco(), guard=Guard(z=9.0))

@@ -113,12 +113,14 @@ def stack(*energies):
 
 
 @pytest.mark.parametrize(
-    "codec", [tw.codecs.TopK(0.05), tw.codecs.LowRank(4), tw.codecs.Int(4, 64), tw.codecs.ChunkedTopK(64, 4)], ids=str
+    "codec",
+    [tw.codecs.TopK(0.05), tw.lab.codecs.LowRank(4), tw.codecs.Int(4, 64), tw.codecs.ChunkedTopK(64, 4)],
+    ids=str,
 )
 def test_the_choice_has_fewer_bytes_and_no_more_error_than_one_codec_for_all(codec):
     """Measured on encoded and decoded values, for each kind of codec."""
     x, shapes = stack(1.0, 0.01, 3.0, 0.1, 0.3, 0.03)
-    each, policy = tw.codecs.Each(codec).fitted(shapes), tw.lab.gradients.lgreco.LGreCo()
+    each, policy = tw.lab.codecs.Each(codec).fitted(shapes), tw.lab.gradients.lgreco.LGreCo()
     told = policy.decide(each, lambda begin, end: x[begin:end], x.numel(), Key())
     chosen = policy.at(each, x.numel(), 1, policy.told(each, told))
     assert chosen.nbytes(x.numel()) < each.nbytes(x.numel()) and chosen != each
@@ -131,7 +133,7 @@ def test_the_choice_has_fewer_bytes_and_no_more_error_than_one_codec_for_all(cod
 
 def test_a_tensor_of_small_values_gets_fewer_bytes():
     x, shapes = stack(1.0, 1e-4)
-    each, policy = tw.codecs.Each(tw.codecs.TopK(0.05)).fitted(shapes), tw.lab.gradients.lgreco.LGreCo()
+    each, policy = tw.lab.codecs.Each(tw.codecs.TopK(0.05)).fitted(shapes), tw.lab.gradients.lgreco.LGreCo()
     told = policy.decide(each, lambda begin, end: x[begin:end], x.numel(), Key())
     first, second = policy.at(each, x.numel(), 1, policy.told(each, told)).chosen
     assert second.density == 0.0125 and first.density > 0.05
@@ -139,14 +141,14 @@ def test_a_tensor_of_small_values_gets_fewer_bytes():
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 3e38])
 def test_signals_of_any_size_give_a_decision(value):
-    each, policy = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8))), tw.lab.gradients.lgreco.LGreCo()
+    each, policy = tw.lab.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8))), tw.lab.gradients.lgreco.LGreCo()
     told = policy.decide(each, lambda begin, end: torch.full((128,), value)[begin:end], 128, Key())
     policy.told(each, told)
     assert value == 3e38 or not told.any()
 
 
 def test_a_fragment_without_matrices_sends_no_decision():
-    each, policy = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8,), ())), tw.lab.gradients.lgreco.LGreCo()
+    each, policy = tw.lab.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8,), ())), tw.lab.gradients.lgreco.LGreCo()
     assert policy.tells(each, 0) == 0 and policy.at(each, 9, 5, policy.init(each)) == each
     assert policy.decide(each, lambda begin, end: torch.ones(9)[begin:end], 9, Key()).shape == (0,)
 
@@ -155,7 +157,7 @@ def test_a_single_candidate_is_chosen_where_it_loses_no_more():
     """The errors of the second matrix are the least. The signal stays as it is, and every tenth round decides."""
     x, shapes = stack(1.0, 1e-4)
     each, policy = (
-        tw.codecs.Each(tw.codecs.Int(8, 64)).fitted(shapes),
+        tw.lab.codecs.Each(tw.codecs.Int(8, 64)).fitted(shapes),
         tw.lab.gradients.lgreco.LGreCo((tw.codecs.Int(4, 64),), 1.01),
     )
     before = x.clone()
@@ -169,7 +171,7 @@ def test_a_single_candidate_is_chosen_where_it_loses_no_more():
 
 @pytest.mark.parametrize("told", [[11.0, 0.0], [-1.0, 0.0], [0.5, 0.0], [float("nan"), 0.0]])
 def test_an_invalid_decision_of_a_peer_is_refused(told):
-    each = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8)))
+    each = tw.lab.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8)))
     assert tw.lab.gradients.lgreco.LGreCo().told(each, torch.tensor([10.0, 0.0]))["chosen"].tolist() == [10.0, 0.0]
     with pytest.raises(tw.PacketError, match="whole numbers below 11 are needed"):
         tw.lab.gradients.lgreco.LGreCo().told(each, torch.tensor(told))
@@ -180,15 +182,15 @@ def test_an_invalid_decision_of_a_peer_is_refused(told):
 
 BITS = tw.Strategy(
     signal=tw.strategy.Gradients(),
-    codec=tw.codecs.Each(tw.codecs.Int(4, 8), least=8),
+    codec=tw.lab.codecs.Each(tw.codecs.Int(4, 8), least=8),
     policy=tw.lab.gradients.lgreco.LGreCo(alpha=1.5, window=3),
 )
 RANKS = tw.Strategy(
     schedule=tw.pieces.schedule.Every(2),
     partition=tw.pieces.partition.Strided(2),
-    codec=tw.codecs.Each(tw.codecs.LowRank(1), tw.codecs.Cast()),
+    codec=tw.lab.codecs.Each(tw.lab.codecs.LowRank(1), tw.codecs.Cast()),
     policy=tw.lab.gradients.lgreco.LGreCo(
-        (tw.codecs.LowRank(2), tw.codecs.Sign(), tw.codecs.Identity()), alpha=0.7, window=2
+        (tw.lab.codecs.LowRank(2), tw.codecs.Sign(), tw.codecs.Identity()), alpha=0.7, window=2
     ),
     feedback=tw.pieces.feedback.Feedback(),
 )
@@ -223,11 +225,13 @@ def test_decisions_use_the_delta_plus_the_residual():
     """With feedback the signal of the second round contains the error of the first round's codec."""
     policy = RecordingLGreCo(window=1)
     journey(
-        tw.Strategy(codec=tw.codecs.Each(tw.codecs.TopK(0.1)), policy=policy, feedback=tw.pieces.feedback.Feedback()),
+        tw.Strategy(
+            codec=tw.lab.codecs.Each(tw.codecs.TopK(0.1)), policy=policy, feedback=tw.pieces.feedback.Feedback()
+        ),
         1,
         steps=3,
     )
-    each = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(tw.pieces.partition.Whole().fragments(toy())[0].shapes)
+    each = tw.lab.codecs.Each(tw.codecs.TopK(0.1)).fitted(tw.pieces.partition.Whole().fragments(toy())[0].shapes)
     left = policy.heard[0] - roundtrip(each, policy.heard[0])
     assert float(left.norm()) > 0
     assert float(policy.heard[1] @ left) > 0.5 * float(left @ left)
@@ -251,7 +255,7 @@ def test_chosen_codecs_are_part_of_the_packet_identity():
     """So a replica with other choices is detected by its packets."""
     from thinwire.packet import identity
 
-    each = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8)))
+    each = tw.lab.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8)))
     chosen = replace(each, chosen=(tw.codecs.TopK(0.2), tw.codecs.TopK(0.1)))
     assert identity(each) != identity(chosen)
     assert encoded(replace(each, chosen=(tw.codecs.TopK(0.1),) * 2), torch.arange(128.0)) == encoded(
@@ -269,25 +273,25 @@ def test_chosen_codecs_are_part_of_the_packet_identity():
         (lambda: tw.lab.gradients.lgreco.LGreCo((tw.codecs.Int,)), "codecs are needed"),
         (lambda: tw.lab.gradients.lgreco.LGreCo((3,)), "codecs are needed"),
         (
-            lambda: tw.lab.gradients.lgreco.LGreCo().codecs(tw.codecs.Each(tw.codecs.TopK(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),))),
+            lambda: tw.lab.gradients.lgreco.LGreCo().codecs(tw.lab.codecs.Each(tw.codecs.TopK(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),))),
             "a codec for each matrix is needed",
         ),
         (lambda: tw.Strategy(codec=tw.codecs.TopK(), policy=tw.lab.gradients.lgreco.LGreCo()), "such as Each"),
-        (lambda: tw.Strategy(codec=tw.codecs.Each(tw.codecs.Sign()), policy=tw.lab.gradients.lgreco.LGreCo()), "name some, as in LGreCo"),
-        (lambda: tw.Strategy(codec=tw.codecs.Each(tw.codecs.TopK()), policy=tw.lab.gradients.lgreco.LGreCo(), exchange=tw.exchange.TwoShot()), "TwoShot"),
+        (lambda: tw.Strategy(codec=tw.lab.codecs.Each(tw.codecs.Sign()), policy=tw.lab.gradients.lgreco.LGreCo()), "name some, as in LGreCo"),
+        (lambda: tw.Strategy(codec=tw.lab.codecs.Each(tw.codecs.TopK()), policy=tw.lab.gradients.lgreco.LGreCo(), exchange=tw.exchange.TwoShot()), "TwoShot"),
         (
             lambda: tw.Strategy(
-                codec=tw.codecs.Each(tw.codecs.TopK()),
+                codec=tw.lab.codecs.Each(tw.codecs.TopK()),
                 policy=tw.lab.gradients.lgreco.LGreCo(),
                 exchange=tw.exchange.Hierarchy((1, 1)),
             ),
             "choose Direct",
         ),
-        (lambda: tw.codecs.Each(tw.codecs.Each(tw.codecs.Sign())), "a codec for one matrix"),
-        (lambda: tw.codecs.Each(tw.codecs.Sign), "a codec for one matrix"),
-        (lambda: tw.codecs.Each(tw.codecs.Sign(), tw.codecs.LowRank()), "make it the outermost"),
-        (lambda: tw.codecs.Each(tw.codecs.Sign(), least=-1), "least=-1"),
-        (lambda: tw.codecs.Each(tw.codecs.Sign(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),) * 2), "2 chosen codecs for 1 matrices"),
+        (lambda: tw.lab.codecs.Each(tw.lab.codecs.Each(tw.codecs.Sign())), "a codec for one matrix"),
+        (lambda: tw.lab.codecs.Each(tw.codecs.Sign), "a codec for one matrix"),
+        (lambda: tw.lab.codecs.Each(tw.codecs.Sign(), tw.lab.codecs.LowRank()), "make it the outermost"),
+        (lambda: tw.lab.codecs.Each(tw.codecs.Sign(), least=-1), "least=-1"),
+        (lambda: tw.lab.codecs.Each(tw.codecs.Sign(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),) * 2), "2 chosen codecs for 1 matrices"),
     ],
 )  # fmt: skip
 def test_invalid_settings_and_combinations_are_refused(make, message):

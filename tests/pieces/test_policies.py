@@ -24,7 +24,7 @@ WARMING = tw.Strategy(
 def test_policies_are_pure_and_end_at_the_codec_of_the_strategy(policy):
     """The codec changes only at `changes`, and `codecs` names every codec that a round has."""
     codec, numel = (
-        tw.codecs.Each(tw.codecs.TopK(0.1), shapes=((100, 100),))
+        tw.lab.codecs.Each(tw.codecs.TopK(0.1), shapes=((100, 100),))
         if isinstance(policy, Deciding)
         else tw.codecs.TopK(0.1),
         10_000,
@@ -45,8 +45,8 @@ def test_warm_up_densities_match_the_paper():
     assert inside == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]
     squares = policy.at(tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 4))), 1 << 20, 1, {})
     assert squares == tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 256)))
-    levels = policy.at(tw.codecs.Levelled((tw.codecs.Int(8), tw.codecs.TopK(0.001))), 1 << 20, 1, {})
-    assert levels == tw.codecs.Levelled((tw.codecs.Int(8), tw.codecs.TopK(0.0625)))
+    levels = policy.at(tw.lab.codecs.Levelled((tw.codecs.Int(8), tw.codecs.TopK(0.001))), 1 << 20, 1, {})
+    assert levels == tw.lab.codecs.Levelled((tw.codecs.Int(8), tw.codecs.TopK(0.0625)))
 
 
 def test_a_warm_up_is_never_sparser_than_the_codec_of_the_strategy():

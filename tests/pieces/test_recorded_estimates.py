@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.catalogue.parsing import parse
-from thinwire.lab.robust.products import inner_products
+from thinwire.exchange.products import inner_products
 from thinwire.rng import Key, normals
 
 SIZE, NUMEL = 7, 70_001

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.codecs import E3M0, Identity
+from thinwire.exchange.products import inner_products
 from thinwire.lab.robust.attack_table import attack_of
 from thinwire.lab.robust.attacked import Attacked
 from thinwire.lab.robust.attacks import Attack
-from thinwire.lab.robust.products import inner_products
 from thinwire.testing.toy import journey, same_bits
 
 parse = tw.catalogue.parsing.parse

@@ -157,7 +157,7 @@ def test_records_of_far_replicas_arrive_in_a_run():
     def replica(group):
         model = toy()
         optimizer = sgd(model)
-        with tw.Replica(tw.recipes.sybil_wall(every=1, width=WIDTH), model, optimizer, group) as one:
+        with tw.Replica(tw.lab.recipes.sybil_wall(every=1, width=WIDTH), model, optimizer, group) as one:
             for step in range(3):
                 inner_step(model, optimizer, *batch(0, group.rank, step))
             return one.state()[0]["0.exchange.distance"].tolist()
@@ -270,13 +270,13 @@ def test_sybil_wall_needs_a_fixed_topology_and_whole_weights_that_end_in_a_media
 
 
 def liars(recipe, attack, count=1, **settings):
-    strategy = tw.recipes.RECIPES[recipe](every=2, topology=Complete(), **settings)
+    strategy = RECIPES_OF_ALL[recipe](every=2, topology=Complete(), **settings)
     return replace(strategy, exchange=with_liars(strategy.exchange, attack, count))
 
 
 def test_bristle_gives_a_noisy_or_infinite_neighbour_no_weight():
     """The noise moves all replicas of d_psgd."""
-    honest = journey(tw.recipes.bristle(every=2, topology=Complete()), 4, steps=8)
+    honest = journey(tw.lab.recipes.bristle(every=2, topology=Complete()), 4, steps=8)
     assert not any(one.heard("refused") for one in honest)
     for attack in ("notfinite", "Gaussian(100.0)"):
         runs = journey(liars("bristle", attack_of(attack)), 4, steps=8)
@@ -327,7 +327,9 @@ def test_bristle_compares_losses_in_evaluation_mode_and_leaves_frozen_modules_in
             return [float((model.head.weight - group.rank).square().sum())]
 
         optimizer = sgd(model)
-        with tw.Replica(tw.recipes.bristle(every=1, topology=Complete()), model, optimizer, group, validation=losses):
+        with tw.Replica(
+            tw.lab.recipes.bristle(every=1, topology=Complete()), model, optimizer, group, validation=losses
+        ):
             inner_step(model, optimizer, *batch(0, group.rank, 1))
         assert len(modes) == 2 and not any(map(any, modes)), "once for the own weights, once for the neighbour's"
         return [name for name, one in model.named_modules() if not one.training]
@@ -339,6 +341,6 @@ def test_bristle_needs_validation_losses():
     def replica(group):
         model = toy()
         with pytest.raises(ConfigurationError, match=r"give Replica\(validation=...\)"):
-            tw.Replica(tw.recipes.bristle(), model, torch.optim.SGD(model.parameters(), lr=0.1), group)
+            tw.Replica(tw.lab.recipes.bristle(), model, torch.optim.SGD(model.parameters(), lr=0.1), group)
 
     tw.run_threads(1, replica)

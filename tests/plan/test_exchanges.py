@@ -10,7 +10,8 @@ import pytest
 from thinwire.app.plan.exchanges import ring_seconds, star_seconds, ways
 from thinwire.app.plan.links import Links
 from thinwire.comm import Link
-from thinwire.exchange import Direct, Star, TwoShot
+from thinwire.exchange import Direct, TwoShot
+from thinwire.lab.star.exchange import Star
 
 # A star and gloo's ring among four replicas with uplinks of 200 Mbit/s, emulated: one-way delay, bytes, seconds of each.
 MEASURED = [

@@ -18,9 +18,9 @@ from thinwire.app.plan.search import SEARCHED, Setting, Task, settings
 from thinwire.app.plan.targets import Targets, meeting
 from thinwire.app.trainer.model import SIZES
 from thinwire.app.trainer.run import Run
+from thinwire.catalogue.methods import RECIPES
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.recipes import RECIPES
 
 GPU = Machine("gpu", memory_nbytes=80 * 10**9, flops_per_second=1.5e14, device="cuda")
 BILLION = Run.of(model="1b", tokenizer="bpe:32000", sequence=2048)

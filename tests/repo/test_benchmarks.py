@@ -17,8 +17,8 @@ import pytest
 
 from thinwire.app.cli import VERBS
 from thinwire.app.trainer.run import PARTS
+from thinwire.catalogue.methods import RECIPES
 from thinwire.lab.methods import METHODS
-from thinwire.recipes import RECIPES
 
 FILES = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 OTHERS = {"bind", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "porcelain"}  # torchft's lighthouse, git

@@ -13,12 +13,12 @@ import pytest
 from pages import ROOT
 from pieces import over
 
+from thinwire.catalogue.methods import RECIPES
 from thinwire.catalogue.parsing import PIECES
 from thinwire.codecs import Codec, RandomK
 from thinwire.drivers.unequal.method import DECOUPLED
 from thinwire.exchange import Exchange
 from thinwire.lab.methods import CODISTILL, METHODS
-from thinwire.recipes import RECIPES
 
 if TYPE_CHECKING:
     from public_names import COMPOSED, DOCUMENTED, EXAMPLES, PUBLIC

@@ -15,10 +15,10 @@ import tables
 from pages import ROOT, commands
 
 from thinwire.app.cli import options, train
+from thinwire.catalogue.methods import RECIPES
 from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.errors import ConfigurationError
 from thinwire.lab import methods
-from thinwire.recipes import RECIPES
 
 NAMED = recipes.NAMED
 METHOD_PAGES = sorted((ROOT / "docs/methods").glob("*.md"))

@@ -19,10 +19,10 @@ from thinwire.app.cli import VERBS, options
 from thinwire.app.cli.plan.command import BESIDE
 from thinwire.app.records.units import text_of_rate
 from thinwire.app.trainer.run import Run
+from thinwire.catalogue.methods import RECIPES
 from thinwire.codecs import E3M0
 from thinwire.errors import ConfigurationError
 from thinwire.lab.cli.simulate.command import STUDIES
-from thinwire.recipes import RECIPES
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 

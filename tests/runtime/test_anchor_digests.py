@@ -18,8 +18,8 @@ from thinwire import checkpoint
 from thinwire.app.trainer.checkpoints import list_checkpoints
 from thinwire.comm.group import WrappedGroup
 from thinwire.errors import DisagreementError
+from thinwire.lab.recipes import noloco
 from thinwire.packet import payload, read_header, seal
-from thinwire.recipes import noloco
 from thinwire.testing.toy import adamw, batch, inner_step, toy
 
 STEPS = 90

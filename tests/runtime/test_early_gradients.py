@@ -96,7 +96,9 @@ def steps_of(model, optimizer, rank=0, left_out=False):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", [tw.data_parallel(), tw.recipes.ef14(codec=tw.codecs.Identity(), momentum=0.9)])
+@pytest.mark.parametrize(
+    "strategy", [tw.data_parallel(), tw.lab.recipes.ef14(codec=tw.codecs.Identity(), momentum=0.9)]
+)
 def test_a_gradient_of_zeros_is_a_gradient(strategy):
     """The optimizer's momentum and weight decay go on, as without a Replica."""
     bare, model, (group,) = Gated(), Gated(), tw.ThreadGroup.create(1)
@@ -108,7 +110,7 @@ def test_a_gradient_of_zeros_is_a_gradient(strategy):
 
 def test_momentum_goes_on_where_a_codec_sends_nothing():
     """From the first value that is sent of a tensor, SGD moves it in every step."""
-    strategy = tw.recipes.ef14(codec=tw.codecs.TopK(0.01), momentum=0.9)
+    strategy = tw.lab.recipes.ef14(codec=tw.codecs.TopK(0.01), momentum=0.9)
 
     def replica(group):
         model = fill(nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 1)))

@@ -164,7 +164,7 @@ def test_replicas_finish_on_a_group_on_which_earlier_ones_did_not():
     assert same_bits(*tw.run_threads(2, replica, timeout=600.0))
 
 
-@pytest.mark.parametrize("strategy", [tw.local_sgd(every=9), tw.data_parallel(), tw.recipes.d_psgd()])
+@pytest.mark.parametrize("strategy", [tw.local_sgd(every=9), tw.data_parallel(), tw.lab.recipes.d_psgd()])
 def test_a_finish_that_failed_does_not_succeed_the_second_time(strategy):
     """The weights are not those on which all agree, which a loop that tries again must hear."""
 

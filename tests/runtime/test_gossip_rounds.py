@@ -44,5 +44,5 @@ def test_one_vector_is_encoded_where_it_lies(monkeypatch):
         return part
 
     monkeypatch.setattr(GossipUpdate, "signal", seen)
-    rounds(tw.recipes.d_psgd(every=1))
+    rounds(tw.lab.recipes.d_psgd(every=1))
     assert encoded and all(encoded)

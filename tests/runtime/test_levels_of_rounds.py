@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 import thinwire as tw
-from thinwire.codecs import E3M0, Identity, Int, Levelled, Sign
+from thinwire.codecs import E3M0, Identity, Int, Sign
 from thinwire.lab.codecs.deadlines import Deadlines
+from thinwire.lab.codecs.levelled import Levelled
 from thinwire.pieces.partition import Whole
 from thinwire.testing.toy import Journey, Plan, batch, inner_step, journey, own, still, toy, travel
 
@@ -81,7 +82,7 @@ AIR = {"every": 2, "delay": 1, "partition": Whole()}
     ("strategy", "nbytes"),
     [
         (tw.streaming_sign(fragments=1, codec=Levelled((Int(8), Sign(block=64))), **AIR), 71),
-        (tw.recipes.noloco(codec=Levelled((E3M0(8), Int(2))), **AIR), 574),
+        (tw.lab.recipes.noloco(codec=Levelled((E3M0(8), Int(2))), **AIR), 574),
     ],
     ids=["deltas", "gossip"],
 )

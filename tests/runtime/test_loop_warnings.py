@@ -30,7 +30,7 @@ UNEQUAL = {
     "the other has ended": ((20, 21), tw.diloco(every=10)),
     "the other has ended long ago": ((20, 45), tw.diloco(every=20)),
     "in the air": ((9, 12), tw.streaming_diloco(every=6, fragments=2, delay=2)),
-    "a whole period in the air": ((12, 13), tw.recipes.co2(every=4)),
+    "a whole period in the air": ((12, 13), tw.lab.recipes.co2(every=4)),
     "gradients": ((6, 5), tw.data_parallel()),
     "two hops": ((8, 7), tw.diloco(every=4, exchange=tw.exchange.TwoShot())),
 }
@@ -110,10 +110,13 @@ def test_a_codec_that_moves_untouched_rows_warns():
     assert "1 embeddings have sparse gradients" in said and "Sign(" in said and "E3M0(32)" in said
     assert heard_by(lambda: action(tw.codecs.E3M0(32))) == heard_by(lambda: action(tw.codecs.TopK(0.1))) == []
     assert moved[0] > {3, 5} and moved[1] == {3, 5}
-    assert heard_by(lambda: action(tw.codecs.OverSenders(tw.codecs.TopK(0.1)))) == [] and moved[-1] == {3, 5}
-    (said,) = heard_by(lambda: action(tw.codecs.OverSenders(tw.codecs.Sign(block=64))))
+    assert heard_by(lambda: action(tw.lab.codecs.OverSenders(tw.codecs.TopK(0.1)))) == [] and moved[-1] == {3, 5}
+    (said,) = heard_by(lambda: action(tw.lab.codecs.OverSenders(tw.codecs.Sign(block=64))))
     assert "OverSenders(" in said and moved[-1] > {3, 5}
-    for codec in (tw.codecs.Sign(block=2), tw.codecs.Each(tw.codecs.Sign())):  # the next value; those of a matrix alone
+    for codec in (
+        tw.codecs.Sign(block=2),
+        tw.lab.codecs.Each(tw.codecs.Sign()),
+    ):  # the next value; those of a matrix alone
         (said,) = heard_by(partial(action, codec))
         assert str(codec) in said
     action(tw.codecs.Sign(block=64), observer=lambda kind, step, **fields: told.append((kind, step)))

@@ -210,7 +210,7 @@ def test_an_unknown_buffer_policy_is_refused() -> None:
         tw.Replica(tw.diloco(), model, torch.optim.SGD(model.parameters(), lr=0.1), group, buffers="median")
 
 
-@pytest.mark.parametrize("strategy", [tw.diloco(every=10), tw.recipes.d_psgd(every=10)])
+@pytest.mark.parametrize("strategy", [tw.diloco(every=10), tw.lab.recipes.d_psgd(every=10)])
 def test_averaged_buffers_do_not_wait_for_a_replica_that_has_finished(strategy: tw.Strategy) -> None:
     """Both would wait for each other until the time-out."""
 

@@ -29,7 +29,7 @@ def _resume(replica: tw.Replica) -> None:
     replica.load_state(*replica.state())
 
 
-@pytest.mark.parametrize("strategy", [tw.diloco(every=4), tw.data_parallel(), tw.recipes.d_psgd()], ids=repr)
+@pytest.mark.parametrize("strategy", [tw.diloco(every=4), tw.data_parallel(), tw.lab.recipes.d_psgd()], ids=repr)
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [

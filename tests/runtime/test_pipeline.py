@@ -55,7 +55,7 @@ def test_close_does_not_wait_for_a_round_in_flight(monkeypatch: pytest.MonkeyPat
 
     def replica(group: tw.Group) -> tuple[list[Future[None]], int]:
         model = toy()
-        levels = tw.codecs.Levelled((tw.codecs.Int(8), tw.codecs.Sign()))  # chosen by the rounds that have arrived
+        levels = tw.lab.codecs.Levelled((tw.codecs.Int(8), tw.codecs.Sign()))  # chosen by the rounds that have arrived
         strategy = replace(IN_PARTS, codec=levels)
         attached = tw.Replica(
             strategy, model, adamw(model), group, observer=lambda event, *_, **fields: heard.append(event)
@@ -182,7 +182,7 @@ def test_a_round_without_a_replica_that_has_finished_names_it(strategy, tokens, 
     assert over == rounds
 
 
-@pytest.mark.parametrize("strategy", [tw.diloco(every=2), tw.data_parallel(), tw.recipes.d_psgd(), DENSE])
+@pytest.mark.parametrize("strategy", [tw.diloco(every=2), tw.data_parallel(), tw.lab.recipes.d_psgd(), DENSE])
 def test_replicas_with_unequal_numbers_of_steps_are_told_at_once(strategy) -> None:
     """Both groups stay open, and each replica has something to exchange at the end, for which it would wait until the time-out."""
 

@@ -69,8 +69,8 @@ def trained(name: str, group: tw.Group, apart: bool) -> Tensor:
         one = METHODS[name](every=2).attach(model, optimizer, group)
     else:
         strategy = {
-            "ef14": tw.recipes.ef14(codec=tw.codecs.TopK(0.1), momentum=0.0),
-            "gradient_tracking": tw.recipes.gradient_tracking(momentum=0.0),
+            "ef14": tw.lab.recipes.ef14(codec=tw.codecs.TopK(0.1), momentum=0.0),
+            "gradient_tracking": tw.lab.recipes.gradient_tracking(momentum=0.0),
             "tokens": tw.local_sgd(every=2),
         }[name]
         one = tw.Replica(strategy, model, strategy.inner.make(model, 0.01, 0.0) if strategy.inner else optimizer, group)

@@ -32,7 +32,7 @@ def made() -> tuple[torch.nn.Module, Clamped, tw.ThreadGroup]:
     return model, Clamped([p for p in model.parameters() if p.requires_grad], lr=0.1), group
 
 
-@pytest.mark.parametrize("strategy", [tw.local_sgd(every=1), tw.data_parallel(), tw.recipes.d_psgd()])
+@pytest.mark.parametrize("strategy", [tw.local_sgd(every=1), tw.data_parallel(), tw.lab.recipes.d_psgd()])
 def test_a_step_inside_a_step_is_one_inner_step(strategy: tw.Strategy) -> None:
     """The round departs after the outer one, also if an earlier step has failed."""
 
@@ -83,7 +83,7 @@ def test_a_step_that_a_scaler_skips_is_not_tracked() -> None:
     """The gradient of the step after it is."""
     model, (group,) = toy(), tw.ThreadGroup.create(1)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, fused=True)
-    scaler, strategy = torch.amp.GradScaler("cpu"), replace(tw.recipes.gradient_tracking(), inner=None)
+    scaler, strategy = torch.amp.GradScaler("cpu"), replace(tw.lab.recipes.gradient_tracking(), inner=None)
     replica = tw.Replica(strategy, model, optimizer, group)
     for factor, counted in ((1.0, 1), (math.inf, 1), (1.0, 2)):
         optimizer.zero_grad()

@@ -123,10 +123,10 @@ def test_unsupported_weighing_is_refused():
     (alone,) = tw.ThreadGroup.create(1)
     for strategy, says in (
         (tw.data_parallel(), "step together"),
-        (tw.recipes.noloco(), "weighs neighbours"),
+        (tw.lab.recipes.noloco(), "weighs neighbours"),
         (replace(tw.diloco(), aggregate=Median()), "not a mean"),
         (
-            replace(tw.diloco(), codec=tw.codecs.OverSenders(tw.codecs.TopK())),
+            replace(tw.diloco(), codec=tw.lab.codecs.OverSenders(tw.codecs.TopK())),
             "divides by the number of those who sent",
         ),
         (

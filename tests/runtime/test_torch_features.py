@@ -395,7 +395,7 @@ def attached(strategy=tw.local_sgd(every=3), model=None, optimizer=adamw):
 
 
 @pytest.mark.parametrize(
-    "strategy", [tw.data_parallel(), replace(tw.recipes.gradient_tracking(), inner=None)], ids=["mean", "tracked"]
+    "strategy", [tw.data_parallel(), replace(tw.lab.recipes.gradient_tracking(), inner=None)], ids=["mean", "tracked"]
 )
 def test_gradients_that_have_a_graph_are_exchanged(strategy):
     """As after `backward(create_graph=True)`."""

@@ -268,7 +268,7 @@ def test_all_replicas_stop_at_the_same_step(name):
 
 
 @pytest.mark.parametrize(
-    "strategy", [STREAM, tw.data_parallel(), tw.recipes.d_psgd()], ids=["deltas", "gradients", "gossip"]
+    "strategy", [STREAM, tw.data_parallel(), tw.lab.recipes.d_psgd()], ids=["deltas", "gradients", "gossip"]
 )
 def test_finish_detaches_the_optimizer(strategy):
     """No hook is left, the group still belongs to the caller, and a second finish does nothing."""

@@ -257,7 +257,7 @@ def test_a_round_on_an_idle_link_takes_the_time_that_the_exchange_predicts(excha
 
 def test_only_the_center_of_a_star_sends_the_mean_to_all():
     """The others' packets come first: their time is before that of the mean, which the center sends to each."""
-    star, link = tw.exchange.Star(1), Link(8e6, 0.3)
+    star, link = tw.lab.star.exchange.Star(1), Link(8e6, 0.3)
     strategy, heard = tw.diloco(every=10, exchange=star), Recorder()
     outcome = simulate(strategy, [100_000], alike(4, link), 20, heard)
     sent = [star.nbytes_sent(tw.codecs.Identity(), 100_000, 4, rank) for rank in range(4)]

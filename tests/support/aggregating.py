@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Identity
-from thinwire.lab.robust.products import inner_products
+from thinwire.exchange.products import inner_products
 from thinwire.pieces.aggregate import Aggregate, Values
 from thinwire.rng import Key
 

@@ -124,9 +124,9 @@ CODECS = [
     *(
         row(codec, "idempotent", "local", *claims, error=codec.block / 2 / (2**codec.bits - 1) ** 2)
         for codec, claims in (
-            (tw.codecs.Levels(4, 64), ("contractive",)),
-            (tw.codecs.Levels(3, 8), ("contractive",)),
-            (tw.codecs.Levels(1, 8), ()),
+            (tw.lab.codecs.Levels(4, 64), ("contractive",)),
+            (tw.lab.codecs.Levels(3, 8), ("contractive",)),
+            (tw.lab.codecs.Levels(1, 8), ()),
         )
     ),
     row(tw.codecs.Sign(), "contractive", error=1.0),
@@ -140,7 +140,7 @@ CODECS = [
     row(tw.codecs.RandomK(0.25, tw.codecs.Identity()), "odd", "unbiased", "shared", error=9.0),
     row(tw.codecs.RandomK(1.0, tw.codecs.Identity()), "exact", "odd", "contractive", "idempotent"),
     row(tw.codecs.RandomK(0.5, tw.codecs.Int(8, 32, "fp32", "stochastic")), "odd", "unbiased", error=4.0),
-    row(tw.codecs.OverSenders(tw.codecs.TopK(0.3)), "odd", "contractive", "idempotent", "refuses", error=1.0),
+    row(tw.lab.codecs.OverSenders(tw.codecs.TopK(0.3)), "odd", "contractive", "idempotent", "refuses", error=1.0),
     row(tw.codecs.Codebook(), "contractive", error=1.0),
     row(tw.codecs.ChunkedTopK(60, 7, tw.codecs.Codebook()), "contractive", "refuses", error=1.0),
     row(tw.codecs.DCT(tw.codecs.Identity()), "odd", "contractive", error=1e-12),
@@ -164,31 +164,40 @@ CODECS = [
         "refuses",
         error=1.0,
     ),
-    row(tw.codecs.LowRank(), "exact", "odd", "contractive", "idempotent"),  # no shape is known, so nothing is a matrix
-    row(tw.codecs.LowRank(1, shapes=MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
-    row(tw.codecs.LowRank(3, 2, tw.codecs.E2M1(8), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
-    row(tw.codecs.LowRank(2, 1, tw.codecs.Cast(), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
     row(
-        tw.codecs.Each(tw.codecs.RandomK(0.5, tw.codecs.Identity()), tw.codecs.Identity(), 20, MATRICES),
+        tw.lab.codecs.LowRank(), "exact", "odd", "contractive", "idempotent"
+    ),  # no shape is known, so nothing is a matrix
+    row(tw.lab.codecs.LowRank(1, shapes=MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
+    row(tw.lab.codecs.LowRank(3, 2, tw.codecs.E2M1(8), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
+    row(tw.lab.codecs.LowRank(2, 1, tw.codecs.Cast(), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
+    row(
+        tw.lab.codecs.Each(tw.codecs.RandomK(0.5, tw.codecs.Identity()), tw.codecs.Identity(), 20, MATRICES),
         "odd",
         "unbiased",
         "shared",
         error=4.0,
     ),
     # No shape is known, so nothing is a matrix.
-    row(tw.codecs.Each(tw.codecs.Sign()), "exact", "odd", "contractive", "idempotent"),
-    row(tw.codecs.Each(tw.codecs.TopK(0.3), shapes=MATRICES), "odd", "contractive", "idempotent", "refuses", error=1.0),
-    row(tw.codecs.Each(tw.codecs.Sign(), tw.codecs.Cast(), 30, MATRICES), "contractive", error=1.0),
-    row(tw.codecs.Each(tw.codecs.Int(4, 8, "fp32", "stochastic"), shapes=MATRICES), "odd", "unbiased", error=4.0),
+    row(tw.lab.codecs.Each(tw.codecs.Sign()), "exact", "odd", "contractive", "idempotent"),
     row(
-        tw.codecs.Each(
+        tw.lab.codecs.Each(tw.codecs.TopK(0.3), shapes=MATRICES),
+        "odd",
+        "contractive",
+        "idempotent",
+        "refuses",
+        error=1.0,
+    ),
+    row(tw.lab.codecs.Each(tw.codecs.Sign(), tw.codecs.Cast(), 30, MATRICES), "contractive", error=1.0),
+    row(tw.lab.codecs.Each(tw.codecs.Int(4, 8, "fp32", "stochastic"), shapes=MATRICES), "odd", "unbiased", error=4.0),
+    row(
+        tw.lab.codecs.Each(
             tw.codecs.Sign(), shapes=MATRICES, chosen=(tw.codecs.E3M0(8), tw.codecs.Sign(), tw.codecs.Int(8))
         ),
         "contractive",
         error=1.0,
     ),
     *(
-        row(tw.codecs.Levelled(codecs, level), "refuses", *claims, error=error)
+        row(tw.lab.codecs.Levelled(codecs, level), "refuses", *claims, error=error)
         for codecs, level, claims, error in (
             (
                 (tw.codecs.Int(8), tw.codecs.E3M0(32)),
@@ -200,7 +209,7 @@ CODECS = [
         )
     ),
     *(
-        row(tw.codecs.Entropy(inner), "refuses", *claims, error=error)
+        row(tw.lab.codecs.Entropy(inner), "refuses", *claims, error=error)
         for inner, claims, error in (
             (tw.codecs.Identity(), ("exact", "odd", "contractive", "idempotent"), 0.0),
             (tw.codecs.Cast(), ("odd", "contractive", "idempotent"), 2.0**-16),
@@ -209,9 +218,9 @@ CODECS = [
             (tw.codecs.Sign(), ("contractive",), 1.0),
             (tw.codecs.TopK(0.05, tw.codecs.E3M0(32)), ("odd", "contractive"), 1.0),
             (tw.codecs.ChunkedTopK(60, 7), ("odd", "contractive", "idempotent"), 1.0),
-            (tw.codecs.OverSenders(tw.codecs.ChunkedTopK(60, 7, tw.codecs.Codebook())), ("contractive",), 1.0),
+            (tw.lab.codecs.OverSenders(tw.codecs.ChunkedTopK(60, 7, tw.codecs.Codebook())), ("contractive",), 1.0),
             (tw.codecs.RandomK(0.25, tw.codecs.Identity()), ("odd", "unbiased", "shared"), 9.0),
-            (tw.codecs.Each(tw.codecs.TopK(0.3), shapes=MATRICES), ("odd", "contractive", "idempotent"), 1.0),
+            (tw.lab.codecs.Each(tw.codecs.TopK(0.3), shapes=MATRICES), ("odd", "contractive", "idempotent"), 1.0),
             (
                 tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(16, 3), 4, axes=2), 4, MATRICES),
                 ("odd", "contractive"),
@@ -263,14 +272,14 @@ EXCHANGES = [
     row(tw.exchange.TwoShot(), "rank order"),
     row(tw.exchange.TwoShot(tw.pieces.feedback.Feedback()), "rank order"),
     row(tw.exchange.AllReduce(), "rank order"),
-    row(tw.exchange.Star(), "rank order"),
-    row(tw.exchange.Star(1, tw.pieces.feedback.Feedback()), "rank order"),
+    row(tw.lab.star.exchange.Star(), "rank order"),
+    row(tw.lab.star.exchange.Star(1, tw.pieces.feedback.Feedback()), "rank order"),
     row(tw.exchange.Hierarchy((2, 1))),
     row(tw.exchange.Hierarchy(((3, 0), (2, 1)))),
     row(tw.exchange.Hierarchy((1, 1, 3), tw.pieces.feedback.Feedback())),
     row(tw.exchange.Hierarchy((4,))),
-    row(tw.exchange.Fastest("20mbit,40ms"), "rank order"),
-    row(tw.exchange.Fastest("1mbit", (tw.exchange.TwoShot(), tw.exchange.Direct())), "rank order"),
+    row(tw.lab.fastest.Fastest("20mbit,40ms"), "rank order"),
+    row(tw.lab.fastest.Fastest("1mbit", (tw.exchange.TwoShot(), tw.exchange.Direct())), "rank order"),
 ]
 AGGREGATES = [row(tw.pieces.aggregate.Mean(), "linear"), row(tw.pieces.aggregate.MeanOverSenders())]
 SIGNALS = [row(tw.strategy.Deltas()), row(tw.strategy.Gradients())]
@@ -354,7 +363,9 @@ def missing(table: list[Row], protocol: type) -> list[Row]:
     """Returns a row for each piece of the catalogue without one in `table`: its default instance, with the claims that it declares."""
     there = {type(one.piece) for one in table}
     made = [
-        piece() for piece in PIECES.values() if protocol in piece.__mro__ and piece not in there | {tw.exchange.Gossip}
+        piece()
+        for piece in PIECES.values()
+        if protocol in piece.__mro__ and piece not in there | {tw.lab.gossip.exchange.Gossip}
     ]
     return [row(piece, *getattr(piece, "claims", ()), error=None) for piece in made]
 
@@ -383,7 +394,7 @@ TABLE = [
         *TOPOLOGIES,
         *RULES,
     ),
-    row(tw.exchange.Gossip(tw.lab.topology.Ring(), tw.lab.gossip.rules.AdaptThenCombine())),
+    row(tw.lab.gossip.exchange.Gossip(tw.lab.topology.Ring(), tw.lab.gossip.rules.AdaptThenCombine())),
 ]
 
 

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pages import PAGES, ROOT, blocks
 
 import thinwire as tw
+from thinwire.catalogue.methods import RECIPES
 from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.drivers.unequal.method import DECOUPLED
 from thinwire.lab.methods import CODISTILL, METHODS
-from thinwire.recipes import RECIPES
 
 PROTOCOLS: dict[str, object] = {
     kind.__name__: kind

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import thinwire as tw
-from thinwire.recipes import RECIPES
+from thinwire.catalogue.methods import RECIPES
 
 _IRREGULAR = tw.lab.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 0), (0, 2)), one_way=True)
 GOSSIP: dict[str, tw.Strategy] = {
@@ -69,24 +69,24 @@ METHODS: dict[str, tw.Strategy] = {
     "finetune": RECIPES["finetune"](every=6, fragments=2, delay=1),
     "eager_diloco": RECIPES["eager_diloco"](every=4, fragments=2),
     "sparse_loco": RECIPES["sparse_loco"](every=4, codec=tw.codecs.ChunkedTopK(32, 4, tw.codecs.Sign(block=4))),
-    "dgc": RECIPES["dgc"](density=0.2, codec=tw.codecs.Each(tw.codecs.TopK(0.2), least=10)),
-    "outer_dgc": RECIPES["outer_dgc"](every=3, codec=tw.codecs.Each(tw.codecs.TopK(0.2), least=10)),
+    "dgc": RECIPES["dgc"](density=0.2, codec=tw.lab.codecs.Each(tw.codecs.TopK(0.2), least=10)),
+    "outer_dgc": RECIPES["outer_dgc"](every=3, codec=tw.lab.codecs.Each(tw.codecs.TopK(0.2), least=10)),
     "one_bit_adam": RECIPES["one_bit_adam"](freeze=4, codec=tw.codecs.Sign("l2", 16)),
     "ef14": RECIPES["ef14"](codec=tw.codecs.TopK(0.2)),
     "ef21": RECIPES["ef21"](codec=tw.codecs.TopK(0.2)),
     "econtrol": RECIPES["econtrol"](codec=tw.codecs.TopK(0.2)),
     "power_sgd": RECIPES["power_sgd"](rank=1),
     "qsgd": RECIPES["qsgd"](codec=tw.codecs.Int(4, 16, "fp32", "stochastic")),
-    "cgx": RECIPES["cgx"](codec=tw.codecs.Each(tw.codecs.Levels(4, 16), least=10)),
+    "cgx": RECIPES["cgx"](codec=tw.lab.codecs.Each(tw.lab.codecs.Levels(4, 16), least=10)),
     "demo": RECIPES["demo"](
-        codec=tw.codecs.Squares(tw.codecs.DCT(tw.codecs.OverSenders(tw.codecs.ChunkedTopK(4, 2)), 2, axes=2), 2)
+        codec=tw.codecs.Squares(tw.codecs.DCT(tw.lab.codecs.OverSenders(tw.codecs.ChunkedTopK(4, 2)), 2, axes=2), 2)
     ),
     "muloco": RECIPES["muloco"](every=4),
     "qsr": RECIPES["qsr"](every=2, scale=0.02),
     "co2": RECIPES["co2"](every=3, outer_lr=0.9, outer_momentum=0.4, clip=0.1),
     "l_greco": RECIPES["l_greco"](
         every=3,
-        codec=tw.codecs.Each(tw.codecs.TopK(0.3)),
+        codec=tw.lab.codecs.Each(tw.codecs.TopK(0.3)),
         candidates=(tw.codecs.TopK(0.1), tw.codecs.TopK(0.6)),
         window=2,
     ),
@@ -108,7 +108,7 @@ METHODS: dict[str, tw.Strategy] = {
     "low rank with feedback": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 1),
         partition=tw.pieces.partition.Strided(2),
-        codec=tw.codecs.LowRank(1),
+        codec=tw.lab.codecs.LowRank(1),
         feedback=tw.pieces.feedback.Feedback(),
         merge=tw.pieces.merge.Mix(0.5),
     ),
@@ -129,12 +129,12 @@ METHODS: dict[str, tw.Strategy] = {
     ),
     "entropy, in the air": replace(
         _IN_THE_AIR,
-        codec=tw.codecs.Entropy(tw.codecs.TopK(0.5, tw.codecs.E3M0(8, rounding="stochastic"))),
+        codec=tw.lab.codecs.Entropy(tw.codecs.TopK(0.5, tw.codecs.E3M0(8, rounding="stochastic"))),
         feedback=tw.pieces.feedback.Feedback(),
     ),
     "entropy, two shots": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 1),
-        codec=tw.codecs.Entropy(tw.codecs.ChunkedTopK(4096, 2048)),
+        codec=tw.lab.codecs.Entropy(tw.codecs.ChunkedTopK(4096, 2048)),
         exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()),
         merge=tw.pieces.merge.Mix(0.5),
     ),
@@ -184,7 +184,7 @@ METHODS: dict[str, tw.Strategy] = {
     "codecs by matrix, in the air": tw.Strategy(
         schedule=tw.pieces.schedule.Staggered(3, 2),
         partition=tw.pieces.partition.Strided(2),
-        codec=tw.codecs.Each(tw.codecs.Sign(), tw.codecs.Cast()),
+        codec=tw.lab.codecs.Each(tw.codecs.Sign(), tw.codecs.Cast()),
         policy=tw.lab.gradients.lgreco.LGreCo((tw.codecs.TopK(0.2), tw.codecs.E3M0(8)), alpha=0.7, window=2),
         feedback=tw.pieces.feedback.Feedback(),
         merge=tw.pieces.merge.Mix(0.5),
@@ -205,7 +205,7 @@ METHODS: dict[str, tw.Strategy] = {
     "PowerSGD": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 2),
         partition=tw.pieces.partition.Strided(2),
-        codec=tw.codecs.LowRank(1),
+        codec=tw.lab.codecs.LowRank(1),
         feedback=tw.pieces.feedback.Feedback(),
         exchange=tw.exchange.AllReduce(),
         outer=tw.pieces.outer.Nesterov(),

@@ -21,6 +21,16 @@ Shapes = tuple[tuple[int, ...], ...]
 Said = tuple[Tensor, Key, float]  # a packet's payload, its key, and its weight
 
 
+class Pacer(Protocol):
+    """Chooses the codec of each of a replica's rounds by the time that it has."""
+
+    def before_send(self, update: Any, now: float, seconds: float) -> None:
+        """Set the codec of the round `update`, which departs `now` and must land in `seconds`; infinite: it has no deadline."""
+
+    def on_land(self, late: bool) -> None:
+        """A round has landed; `late`: training waited for it."""
+
+
 @runtime_checkable
 class Codec(Protocol):
     """Turns a flat fp32 tensor into a predictable number of bytes on its device, and back.
@@ -145,6 +155,10 @@ class Codec(Protocol):
     def forms(self) -> tuple[Codec, ...]:
         """Finer and coarser forms of this codec, from which a policy chooses; empty if none are known."""
         return ()
+
+    def pacer(self) -> Pacer | None:
+        """What chooses the form of each round by its deadline; None: the codec has one form."""
+        return None
 
     def within(self, share: float, numel: int, skipped: int = 0) -> Codec:
         """For a codec with levels: this codec at the finest level that makes at most `share` of its `nbytes(numel)`, or at the coarsest. All
@@ -362,4 +376,36 @@ def check_alone(given: str, inner: Codec) -> None:
         raise ConfigurationError(
             f"{given}: `joint` would never be called inside this codec; make it the outermost one, or put it inside Squares, "
             "DCT or Hadamard only."
+        )
+
+
+def may_skip(codec: Codec) -> bool:
+    """Whether a round in `codec` may send no values, which its feedback must keep: where nothing fits, a byte alone is sent.
+
+    Args:
+        codec: any codec.
+
+    >>> from thinwire.codecs import Sign
+    >>> may_skip(Sign())
+    False
+    """
+    return codec.varies and sum(part.nbytes for part in codec.within(0.0, 1 << 10).layout(1 << 10)) <= 1
+
+
+def check_kept(codec: Codec, feedback: object | None) -> None:
+    """Refuse a `codec` whose rounds may be skipped if no `feedback` keeps their deltas.
+
+    Args:
+        codec: the codec of a strategy.
+        feedback: the strategy's feedback; None: what a codec loses is lost.
+
+    Raises:
+        ConfigurationError: a skipped delta would be lost.
+
+    >>> from thinwire.codecs import Sign
+    >>> check_kept(Sign(), None)
+    """
+    if feedback is None and may_skip(codec):
+        raise ConfigurationError(
+            f"{codec}: a skipped delta would be lost; give the strategy feedback=Feedback(), as streaming_sign has it, or choose skips=0."
         )

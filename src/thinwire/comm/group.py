@@ -10,9 +10,10 @@ from __future__ import annotations
 import struct
 import threading
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -109,6 +110,16 @@ class WrappedGroup:
     def close(self) -> None:
         """See `Group.close`."""
         self.group.close()
+
+
+class ElasticGroup(ABC):
+    """Replicas that come and go: a `thinwire.membership.Membership`. It builds a `Group` for each view, and names the driver of its replicas."""
+
+    name: str  # of this replica
+
+    @abstractmethod
+    def driver(self, training: Any, fragments: Any, site: Group | None) -> Any:
+        """The driver of this replica."""
 
 
 @contextmanager

@@ -12,13 +12,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.comm.group import Group
-from thinwire.data_ledger import LeasedReader
 from thinwire.drivers.fragment import FragmentState
 from thinwire.drivers.gradient_reducers import check_reducers
 from thinwire.drivers.loop_warnings import silent, warned
@@ -32,6 +31,9 @@ from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Adaptive, Calendar
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
+
+if TYPE_CHECKING:
+    from thinwire.data_ledger import LeasedReader
 
 
 @dataclass

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from weakref import WeakValueDictionary, finalize, ref
 
-from thinwire.comm.group import Group, WrappedGroup
+from thinwire.comm.group import ElasticGroup, Group, WrappedGroup
 from thinwire.errors import ConfigurationError
-from thinwire.membership.rendezvous import Membership
 
 # By the id of the carrier, which its claim keeps alive.
 _claims: WeakValueDictionary[int, GroupClaim] = WeakValueDictionary()
@@ -19,8 +18,8 @@ _dropped: WeakValueDictionary[int, Group] = WeakValueDictionary()
 class GroupClaim:
     """A Replica's claim on the carrier below `group`, from `take` to `release`. Raises `ConfigurationError` if another one has it."""
 
-    def __init__(self, group: Group | Membership) -> None:
-        if not isinstance(group, (Group, Membership)):
+    def __init__(self, group: Group | ElasticGroup) -> None:
+        if not isinstance(group, (Group, ElasticGroup)):
             raise ConfigurationError(
                 f"group: a {type(group).__name__} was given; this replica's Group or Membership is needed (docs/own-loop.md)."
             )

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.group import Group, gather
+from thinwire.comm.group import ElasticGroup, Group, gather
 from thinwire.drivers.handshake import agree_on_weights, digest
 from thinwire.errors import ConfigurationError, DisagreementError
-from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import is_sharded, local
 from thinwire.pieces.training_state import names_in_state
 from thinwire.state_tree import compact
@@ -215,16 +214,16 @@ class SharedBuffers:
         self,
         policy: str,
         model: nn.Module,
-        group: Group | Membership,
+        group: Group | ElasticGroup,
         frozen: FrozenWeights,
         warn: Callable[[str], object],
     ) -> None:
         if policy not in ("mean", "local"):
             raise ConfigurationError(f"buffers={policy!r}: 'mean' or 'local' is needed.")
         self._model, self._frozen, self._warn = model, frozen, warn
-        self._among = group if policy == "mean" and not isinstance(group, Membership) else None
+        self._among = group if policy == "mean" and not isinstance(group, ElasticGroup) else None
         self.local = self._among is None
-        frozen.averaged, frozen.elastic = not self.local, isinstance(group, Membership)
+        frozen.averaged, frozen.elastic = not self.local, isinstance(group, ElasticGroup)
 
     def begin(self, observe: Observer) -> None:
         """Give all replicas the buffers of replica 0, also those that are not saved, unless the policy is `local`. Tell if any differed.

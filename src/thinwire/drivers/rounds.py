@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Identity, packet_nbytes
+from thinwire.codecs import Identity
+from thinwire.codecs.base import Pacer
 from thinwire.comm.group import Group, gather
 from thinwire.drivers.fragment import RoundUpdate
 from thinwire.drivers.loop_warnings import silent
@@ -31,9 +32,7 @@ from thinwire.exchange.record import recorded
 from thinwire.exchange.round import Outgoing
 from thinwire.exchange.send_queue import JobThread
 from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
-from thinwire.lab.codecs.deadlines import Deadlines
-from thinwire.lab.codecs.levelled import MOST_SKIPS
-from thinwire.packet import HEADER_NBYTES, PARTIAL, REFUSED, STOP, payload
+from thinwire.packet import PARTIAL, REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Adaptive
 from thinwire.rng import Key
@@ -96,10 +95,7 @@ class RoundPipeline:
         )
         self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient belongs to the next step
         self.stop_requested = False
-        self._step_timer, self._deadlines = StepTimer(), Deadlines()
-        self._flying: dict[RoundUpdate, bool] = {}  # rounds of codecs with levels; whether they send values
-        self._heard_at = -math.inf  # the latest end of a round
-        self._skipped: dict[int, int] = {}  # by fragment: the rounds in a row that sent no values
+        self._step_timer, self._pacer = StepTimer(), _pacer(strategy)
         self._inbound = JobThread("thinwire-inbound")
         self._launched = itertools.count()
 
@@ -124,7 +120,9 @@ class RoundPipeline:
             samples = self.facts(update, 1, update.sample, "frozen parameters")
         order = (update.lands, next(self._launched))
         own = self._step_timer.departs(update.departed, begin - stalled)
-        self._set_level(update, begin, (update.lands - update.departed) * own if scheduled or resumed else math.inf)
+        if self._pacer:
+            left = (update.lands - update.departed) * own if scheduled or resumed else math.inf
+            self._pacer.before_send(update, begin, left)
         departure = self.context.send_queue.put(order, lambda: self._depart(update, order, counts))
         update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled, samples)
 
@@ -133,35 +131,6 @@ class RoundPipeline:
         group = self.context.group
         key = Key(self.seed, update.fragment.index, update.number, group.rank)
         return FactOfAll(group, tag_of(key, MOST_STAGES - 1, index), own, purpose)  # the policy's stage has one message
-
-    def _set_level(self, update: RoundUpdate, now: float, seconds: float) -> None:
-        """If the codec has levels, choose the finest one with which `update` arrives within `seconds`, which are infinite if there is no
-        deadline. The first round of a fragment gets the coarsest one: it probes the link."""
-        codec, numel, fragment = update.codec, update.delta.numel(), update.fragment.index
-        if not numel or codec.within(0.0, numel) is codec:
-            return
-        self._hear()
-        skipped, share = self._skipped.get(fragment, 0), 1.0
-        if update.lands > update.departed and not math.isinf(seconds):
-            if update.number == 0:
-                skipped, share = MOST_SKIPS, 0.0
-            elif seconds > 0:
-                share = self._deadlines.share(now, update.nbytes, now + seconds)
-        update.codec = codec.within(share, numel, skipped)
-        nbytes = sum(part.nbytes for part in update.codec.layout(numel))
-        self._skipped[fragment] = 0 if nbytes > 1 else skipped + 1  # a byte names the level
-        if update.nbytes:  # a replica alone sends nothing
-            self._flying[update] = nbytes > 1
-            part = (HEADER_NBYTES + nbytes) / packet_nbytes(codec, numel)
-            self._deadlines.departed(update, now, max(1, round(update.nbytes * part)))
-
-    def _hear(self) -> None:
-        """Record the rounds with levels that have arrived since the last call."""
-        for update in [one for one in self._flying if one.arrival.done() and not one.arrival.exception()]:
-            values = self._flying.pop(update)
-            seconds = update.transfer_seconds or update.end - max(update.begin, self._heard_at)
-            self._heard_at = max(update.end, self._heard_at)
-            self._deadlines.arrived(update, update.end, update.nbytes_sent, seconds, values)
 
     def wait(self, update: RoundUpdate) -> None:
         """Wait until `update` has arrived. Raises the error of the exchange, and as `Monitor.wait`."""
@@ -177,8 +146,8 @@ class RoundPipeline:
 
     def landed(self, update: RoundUpdate, began: float) -> None:
         """Record that `update` has landed, for which training waited from `began` on."""
-        self._hear()
-        self._deadlines.landed(late=update.end > began)
+        if self._pacer:
+            self._pacer.on_land(late=update.end > began)
 
     def close(self) -> None:
         """Drop rounds that have not started; rounds in progress end with the group, and nobody observes them."""
@@ -287,6 +256,12 @@ class RoundPipeline:
         update.stop, update.partial = any(f & STOP for f in flags), any(f & PARTIAL for f in flags)
         update.end, update.nbytes_sent = self.clock(), round_.nbytes_sent
         update.queued_seconds, update.transfer_seconds = round_.times()
+
+
+def _pacer(strategy: Strategy) -> Pacer | None:
+    """What chooses the form of each round, if a codec of the strategy has several."""
+    pacers = (codec.pacer() for codec in strategy.policy.codecs(strategy.codec))
+    return next((pacer for pacer in pacers if pacer is not None), None)
 
 
 class StepTimer:

@@ -17,38 +17,37 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from thinwire.comm.group import Group
+from thinwire.comm.group import ElasticGroup, Group
 from thinwire.drivers.base import Training
 from thinwire.drivers.saved_state import passing
 from thinwire.errors import CheckpointError
 from thinwire.files import parsed
-from thinwire.membership.rendezvous import Membership
 
 _BESIDE = ("passing", "facts", "strategy")
 
 
-def owner(group: Group | Membership, site: Group | None) -> str:
+def owner(group: Group | ElasticGroup, site: Group | None) -> str:
     """The owner of a state: a rank in a fixed group, or a member by its name."""
-    name = group.name if isinstance(group, Membership) else f"replica-{group.rank}"
+    name = group.name if isinstance(group, ElasticGroup) else f"replica-{group.rank}"
     return f"{name}.shard-{site.rank}" if site else name
 
 
 def with_origin(
-    state: tuple[dict[str, Tensor], dict[str, Any]], strategy: object, group: Group | Membership, site: Group | None
+    state: tuple[dict[str, Tensor], dict[str, Any]], strategy: object, group: Group | ElasticGroup, site: Group | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The `state` with its strategy and, in a fixed group, with its owner and their number, for `check_origin`."""
     tensors, facts = state
     facts = facts | {"strategy": repr(strategy)}
-    return tensors, facts if isinstance(group, Membership) else facts | {"replica": _place(group, site)}
+    return tensors, facts if isinstance(group, ElasticGroup) else facts | {"replica": _place(group, site)}
 
 
 def check_origin(
-    facts: Mapping[str, Any], training: Training, group: Group | Membership, site: Group | None
+    facts: Mapping[str, Any], training: Training, group: Group | ElasticGroup, site: Group | None
 ) -> Mapping[str, Any]:
     """The `facts` of a state. Raises `CheckpointError` if it is that of another strategy, or of another replica, or of another number, where
     a replica `keeps_own`."""
     _check_strategy(facts.get("strategy", repr(training.strategy)), training.strategy)  # earlier versions saved none
-    if isinstance(group, Membership) or not training.keeps_own:
+    if isinstance(group, ElasticGroup) or not training.keeps_own:
         return facts
     here = _place(group, site)
     if (saved := facts.get("replica", here)) != here:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from thinwire.codecs import Codec, nested
+from thinwire.codecs.base import may_skip
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.chunks import CodedRange, Message
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.round import Outgoing
 from thinwire.exchange.stage import Stage
-from thinwire.lab.codecs.levelled import may_skip
 from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key

@@ -8,9 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from thinwire.errors import PacketError
+
+
+class Watch(Protocol):
+    """Finds what is slow in the records of all members, round after round."""
+
+    def add(self, records: Sequence[Record]) -> Sequence[Any]:
+        """Take the records of one round. Returns findings, each with the name of a `suspect`, or None."""
+
+    def forget(self, name: str) -> None:
+        """Forget a member, which has left."""
+
+
+class Rules(Protocol):
+    """By which rules a member is evicted; thinwire.app.diagnosis.Rules has the usual ones."""
+
+    def watch(self) -> Watch:
+        """A watch that begins now."""
+
 
 RESOLUTION = 0.01  # seconds: in shorter waits a thread may only have waited to be scheduled
 MOST_FLOWS = 4096  # most flows in a record that is read

@@ -10,7 +10,7 @@ from thinwire.codecs import Codec
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.all_reduce import AllReduce
-from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.base import Arrival, Exchange, Settle, fits
 from thinwire.exchange.direct import Direct
 from thinwire.exchange.round import Round
 from thinwire.exchange.two_shot import TwoShot
@@ -155,12 +155,3 @@ class Fastest(Exchange):
 
     def _fitting(self, codec: Codec) -> list[Exchange]:
         return [exchange for exchange in self.among if fits(exchange, codec)]
-
-
-def fits(exchange: Exchange, codec: Codec) -> bool:
-    """Whether `exchange` takes `codec`, without feedback."""
-    try:
-        exchange.check(codec, None)
-    except ConfigurationError:
-        return False
-    return True

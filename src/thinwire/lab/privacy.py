@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigurationError
+from thinwire.pieces import privacy
 
 UNIT = "replica"  # the unit of protection: all data that one replica has trained on
 
 
 @dataclass(frozen=True)
-class Privacy:
+class Privacy(privacy.Privacy):
     """User-level differential privacy of deltas, by the Gaussian mechanism:
 
         s_m = Δ_m · min(1, C / ‖Δ_m‖) + N(0, z²C²/M · I)      is encoded and sent, so that Σ_m s_m has noise N(0, z²C² · I)
@@ -70,6 +71,9 @@ class Privacy:
             x.copy_(x.double().mul_(self.clip / norm * (1 - 2.0**-20)))  # a little shorter, because fp32 rounds it
         share = self.noise * self.clip / math.sqrt(size)
         return x.add_(gaussian(x.numel()).mul_(share).to(x.device, torch.float32))
+
+    def check(self) -> None:
+        self.epsilon(1)  # raises an error if the accountant is not installed
 
     def epsilon(self, rounds: int) -> float:
         """ε at `delta` of `rounds` released sums. Raises `ConfigurationError` without dp-accounting."""

@@ -26,9 +26,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from thinwire.app.diagnosis import Rules
-from thinwire.comm.group import Group, gather
+from thinwire.comm.group import ElasticGroup, Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError, PacketError, PeerError
+from thinwire.exchange.record import Rules
 from thinwire.membership.channel import mac
 from thinwire.membership.commit import VoteStore
 from thinwire.membership.shared_keys import LAST, NOTE, REVOKED
@@ -100,7 +100,7 @@ class _Past(NamedTuple):
     calls: dict[str, int]  # by incarnation
 
 
-class Membership:
+class Membership(ElasticGroup):
     """One replica's membership of an elastic run: it agrees with the others on views. For one thread, except `close` and `use_timeouts`.
 
     With a `secret` only replicas that hold it are heard. The facts and the name of another replica never end a replica that was a member
@@ -284,6 +284,12 @@ class Membership:
     def closed(self) -> bool:
         """Whether this replica has left."""
         return self._left
+
+    def driver(self, training: Any, fragments: Any, site: Group | None) -> Any:
+        """See `ElasticGroup.driver`."""
+        from thinwire.drivers.elastic.driver import elastic_driver
+
+        return elastic_driver(training, fragments, self, site)
 
     def close(self) -> None:
         """Leave the run; the others continue. Idempotent; may be called from any thread. A wait for a view raises `LinkError`."""

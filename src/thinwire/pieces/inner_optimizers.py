@@ -31,7 +31,7 @@ class Inner(Protocol):
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(Inner):
     """torch.optim.AdamW, fused; the betas are those of DiLoCo's scaling laws (arXiv 2503.09799).
 
         m ← β₁·m + (1 − β₁)·g,   v ← β₂·v + (1 − β₂)·g²,   θ ← θ − η·λ·θ − η·m̂ / (√v̂ + ε)
@@ -69,7 +69,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(Inner):
     """torch.optim.SGD, with steps that round alike on all processors. Its weight decay passes through the momentum, so the given value
     is divided by the factor that momentum and `lr_factor` add.
 
@@ -110,7 +110,7 @@ class SGD:
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(Inner):
     """torch.optim.Muon for the matrices in the layers and AdamW for the rest (embeddings, head, vectors), as one optimizer.
 
         B ← μ·B + (1 − μ)·G,   O = NS(μ·B + (1 − μ)·G),   Θ ← Θ − η·λ·Θ − η·0.2·√max(rows, columns)·O
@@ -169,7 +169,7 @@ class Muon:
 
 
 @dataclass(frozen=True)
-class SAM:
+class SAM(Inner):
     """Sharpness-aware minimisation (Foret et al., arXiv 2010.01412) around another inner optimizer: its steps take the gradient at the worst
     point nearby.
 

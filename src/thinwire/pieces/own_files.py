@@ -1,7 +1,7 @@
 """The user's own files: a job (`--job my_job.py`), and pieces (`my_file.py:Mine(3)` in any text of a piece).
 
 A program imports the files that it names. A command imports a file if its own arguments name it, or if this user has trained with it on
-this machine before (app/records/trust.py); a file that only a run file names is refused, unless `--trust` is given. Text from a peer, a packet
+this machine before (trust.py); a file that only a run file names is refused, unless `--trust` is given. Text from a peer, a packet
 or a record imports nothing.
 
 A run file keeps `/whole/path/my_file.py@DIGEST:Mine(3)` with the BLAKE2b of the content, and a file with other content is refused. The
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from thinwire.app.records import trust
+from thinwire import trust
 from thinwire.errors import ConfigurationError
 from thinwire.files import contents
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
 from thinwire.errors import ConfigurationError
-from thinwire.lab.robust.products import inner_products
+from thinwire.exchange.products import inner_products
 from thinwire.pieces.aggregate import Aggregate, Values
 from thinwire.rng import Key
 from thinwire.testing.codecs import law

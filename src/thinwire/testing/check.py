@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from thinwire.codecs import E3M0, Codec, Each, Identity, Int, LowRank, Sign, TopK
+from thinwire.codecs import E3M0, Codec, Identity, Int, Sign, TopK
+from thinwire.codecs.base import may_skip
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange
-from thinwire.lab.codecs.levelled import may_skip
+from thinwire.lab.codecs.lowrank import LowRank
+from thinwire.lab.codecs.per_tensor import Each
 from thinwire.pieces.aggregate import Aggregate
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import Inner

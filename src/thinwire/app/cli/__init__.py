@@ -11,9 +11,9 @@ from textwrap import fill
 from thinwire.app.cli.signals import handled
 from thinwire.app.cli.streams import outliving_their_reader
 from thinwire.app.records.printable import printable_lines, reason
-from thinwire.app.records.trust import commanded
 from thinwire.choices import listed, nearest
 from thinwire.errors import JobError, ThinwireError
+from thinwire.trust import commanded
 from thinwire.version import __version__
 
 VERBS = {

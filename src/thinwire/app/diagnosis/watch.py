@@ -75,6 +75,10 @@ class Rules:
                 f"{self}: at least 2 rounds are needed, because one slow round is chance, and at least 2 known."
             )
 
+    def watch(self) -> Watch:
+        """A watch by these rules that begins now."""
+        return Watch(self)
+
 
 class _Told(NamedTuple):
     """What one round shows of a way, or of a replica."""

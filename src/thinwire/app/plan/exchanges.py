@@ -23,7 +23,8 @@ from thinwire.app.plan.links import Links
 from thinwire.app.plan.setting import Setting
 from thinwire.app.records.units import text_of_nbytes, text_of_seconds
 from thinwire.errors import ConfigurationError
-from thinwire.exchange import Direct, Exchange, Star, TwoShot
+from thinwire.exchange import Direct, Exchange, TwoShot
+from thinwire.lab.star.exchange import Star
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from thinwire.app.plan.setting import SEARCHED, Candidate, Setting, Task
 from thinwire.app.plan.sites import Floats, Places, Sites
 from thinwire.app.records.units import text_of_count
 from thinwire.app.trainer.run import Run
+from thinwire.catalogue.methods import RECIPES
 from thinwire.codecs import Codec, Shapes
 from thinwire.comm import Link
 from thinwire.drivers.on_device import stays_on_device
 from thinwire.errors import ConfigurationError
-from thinwire.recipes import RECIPES
 from thinwire.strategy import Strategy
 
 __all__ = ["SEARCHED", "Setting", "Task", "codecs", "fits", "ruled_out", "settings"]

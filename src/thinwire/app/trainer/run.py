@@ -26,15 +26,15 @@ from thinwire.app.trainer.settings import (
     OptimizerSpec,
     recipe_name,
 )
+from thinwire.catalogue.methods import RECIPES
 from thinwire.catalogue.parsing import parse, pieces_of
+from thinwire.catalogue.registered import SETTINGS, registered
 from thinwire.choices import listed, nearest
 from thinwire.errors import ConfigurationError
 from thinwire.files import write_whole
 from thinwire.lab.methods import Codistill, Method
-from thinwire.lab.topology import read_edges
 from thinwire.pieces.inner_optimizers import AdamW, Inner, Muon
 from thinwire.pieces.own_files import names_files, pin, pinned_file, remember, taken_apart, waits
-from thinwire.recipes import RECIPES
 from thinwire.strategy import Gradients, Strategy
 
 # settings that may differ between replicas, for `Run.shared`
@@ -172,7 +172,7 @@ class Run:
         asked = self.optimizer.optimizer
         if asked is None:
             return own or AdamW()
-        inner = parse(asked, offered=pieces_of("pieces.inner_optimizers"), own_files=True)
+        inner = parse(asked, offered=pieces_of(Inner), own_files=True)
         if not isinstance(inner, Inner):
             raise ConfigurationError(f"optimizer={asked!r}: AdamW, SGD(...), Muon or SAM(...) is needed.")
         if not isinstance(made, Strategy):
@@ -281,7 +281,7 @@ class Run:
         text = tuple(str(Path(path).absolute()) for path in self.data.text)
         given = self.counted_in_samples().settings()
         if given["topology"] and given["topology"].endswith(".json"):
-            given["topology"] = repr(read_edges(Path(given["topology"])))
+            given["topology"] = repr(registered(SETTINGS)["topology"](given["topology"]))
         for name, value in given.items():
             for each in value if isinstance(value, tuple) else (value,):
                 if isinstance(each, str) and not each.isascii():
@@ -363,7 +363,7 @@ class Run:
         return f"{tomli_w.dumps(tables)}\n# What the strategy is made of:\n{said}"
 
     def save(self, path: Path) -> None:
-        """Write a run file. The code that it names is this user's from now on: see app/records/trust.py."""
+        """Write a run file. The code that it names is this user's from now on: see trust.py."""
         write_whole(path, self.as_toml())
         remember()
 

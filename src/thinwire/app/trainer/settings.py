@@ -8,29 +8,27 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from thinwire.app.trainer.checked_settings import CheckedSettings
+from thinwire.catalogue.methods import NAMED
 from thinwire.catalogue.parsing import PIECES, parse, pieces_of
+from thinwire.catalogue.registered import SETTINGS, registered
 from thinwire.choices import listed, nearest
-from thinwire.drivers.unequal.method import DECOUPLED
+from thinwire.codecs import Codec
+from thinwire.drivers.attached import Method
 from thinwire.errors import ConfigurationError
-from thinwire.lab.methods import CODISTILL, METHODS, Method
-from thinwire.lab.robust.attack_table import attack_of
-from thinwire.lab.robust.attacked import with_liars
-from thinwire.lab.robust.attacks import Attack
-from thinwire.lab.topology import Topology, read_edges
+from thinwire.exchange import Exchange
+from thinwire.pieces.aggregate import Aggregate
 from thinwire.pieces.own_files import shorten, taken_apart
+from thinwire.pieces.partition import Partition
 from thinwire.pieces.transforms import Clip
-from thinwire.recipes import RECIPES
 from thinwire.strategy import Strategy
 
 OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
     *("exchange", "outer_lr", "outer_momentum", "anchors", "topology"),
 )
-NAMED = RECIPES | METHODS | DECOUPLED | CODISTILL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,29 +99,27 @@ class MethodSpec(CheckedSettings):
             guard = None if self.guard == "off" else parse(self.guard, offered=("off", "Guard"))
             made = dataclasses.replace(made, guard=guard)
         if self.aggregate is not None:
-            rule = parse(
-                self.aggregate, offered=pieces_of("pieces.aggregate") + pieces_of("pieces.robust"), own_files=True
-            )
+            rule = parse(self.aggregate, offered=pieces_of(Aggregate), own_files=True)
             made = dataclasses.replace(made, aggregate=rule)
         if attack:
-            made = dataclasses.replace(made, exchange=with_liars(made.exchange, attack, self.liars or 1))
+            made = dataclasses.replace(made, exchange=attack.among(made.exchange, self.liars or 1))
         return made if self.privacy is None else dataclasses.replace(made, privacy=parse(self.privacy, own_files=True))
 
-    def liar(self) -> Attack | None:
+    def liar(self) -> Any | None:
         """The attack of the liars, if there are any. Raises `ConfigurationError`."""
         if self.attack is None:
             if self.liars is not None:
                 raise ConfigurationError(f"liars={self.liars} without an attack: give one, such as attack='ALIE'.")
             return None
-        return attack_of(self.attack)
+        return registered(SETTINGS)["attack"](self.attack)
 
     def _composed(self, clip: float) -> Strategy | Method:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
-        for name, room in (("codec", "codecs"), ("partition", "pieces.partition"), ("exchange", "exchange")):
+        for name, kind in (("codec", Codec), ("partition", Partition), ("exchange", Exchange)):
             if name in given:
-                given[name] = parse(given[name], offered=pieces_of(room), own_files=True)
+                given[name] = parse(given[name], offered=pieces_of(kind), own_files=True)
         if self.topology is not None:
-            given["topology"] = topology_of(self.topology)
+            given["topology"] = registered(SETTINGS)["topology"](self.topology)
         if self.partition and self.fragments:
             raise ConfigurationError(
                 f"partition={self.partition!r} with fragments={self.fragments}: both set how the model is cut; give one of them."
@@ -312,20 +308,6 @@ class OptimizerSpec(CheckedSettings):
     """Weight decay of the inner optimizer: weights shrink by lr times this per step."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 does not clip. Strategies with filters clip each replica's gradient before the exchange."""
-
-
-def topology_of(text: str) -> Topology:
-    """A graph by its name, in small letters too (`ring`, `random_pairs`), or from a file of edges. Raises `ConfigurationError`."""
-    if text.endswith(".json"):
-        return read_edges(Path(text))
-    known = {name.lower(): name for name in pieces_of("topology")}
-    name = known.get(recipe_name(text).replace("_", "").lower(), text)
-    made = parse(name, offered=sorted(known.values()), own_files=True)
-    if not isinstance(made, Topology):
-        raise ConfigurationError(
-            f"topology={text!r} is a {type(made).__name__}; one of {listed(sorted(known.values()), 'thinwire docs gossip')} is needed."
-        )
-    return made
 
 
 def recipe_name(strategy: str) -> str:

@@ -14,13 +14,13 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from thinwire.app.diagnosis import Finding, Record, Watch
 from thinwire.drivers.elastic.plan import MOST_RECORD, MemberStatus
 from thinwire.drivers.rounds import StepTimer
 from thinwire.errors import DisagreementError, LinkError, PacketError
 from thinwire.exchange import Round
-from thinwire.exchange.record import recorded
+from thinwire.exchange.record import Record, recorded
 from thinwire.membership.rendezvous import Membership
 from thinwire.membership.view import View
 
@@ -43,10 +43,10 @@ class EvictionVoter:
 
     def __init__(self, membership: Membership, observe: Callable[..., None], clock: Callable[[], float]) -> None:
         self._membership, self._observe, self._clock = membership, observe, clock
-        self._watch = Watch(membership.evict)
+        self._watch = membership.evict.watch() if membership.evict else None
         self._own_seconds, self._step_timer = 0.0, StepTimer()
         self._record = ""
-        self._finding: Finding | None = None
+        self._finding: Any | None = None
         self.put_out: set[str] = set()  # names of evicted members
 
     @property

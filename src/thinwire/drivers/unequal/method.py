@@ -16,9 +16,6 @@ from thinwire.drivers.unequal.composition import Composition
 from thinwire.drivers.unequal.driver import Unequal
 from thinwire.drivers.unequal.messages import DOWN, UP, SyncerMessages
 from thinwire.errors import ConfigurationError
-from thinwire.lab.pairs.method import a2cid2, ad_psgd
-from thinwire.lab.samples.method import plexus
-from thinwire.lab.sites.method import halos
 from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.pieces.outer import DelayedNesterov, Nesterov, Outer
 from thinwire.pieces.partition import Strided, Whole
@@ -160,6 +157,4 @@ def async_local_sgd(
     )
 
 
-DECOUPLED: dict[str, Callable[..., Method]] = {
-    f.__name__: f for f in (decoupled_diloco, async_local_sgd, halos, ad_psgd, a2cid2, plexus)
-}
+DECOUPLED: dict[str, Callable[..., Method]] = {f.__name__: f for f in (decoupled_diloco, async_local_sgd)}

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.codecs.base import VALUES, Codec, chance, check_finite, check_fit, check_inner
+from thinwire.codecs.base import VALUES, Codec, Pacer, chance, check_finite, check_fit, check_inner
 from thinwire.codecs.layout import Part, Symbols
 from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError, PacketError
@@ -101,6 +101,11 @@ class Levelled(Codec):
         grains = [codec.grain for codec in self.codecs]
         return None if None in grains else math.lcm(*(grain or 1 for grain in grains))
 
+    def pacer(self) -> Pacer:
+        from thinwire.lab.codecs.pacer import DeadlinePacer
+
+        return DeadlinePacer()
+
     def within(self, share: float, numel: int, skipped: int = 0) -> Levelled:
         most, coarsest = share * self.nbytes(numel), len(self.codecs) - (skipped >= self.skips)
         fits = (level for level, codec in enumerate(self.codecs) if 1 + codec.nbytes(numel) <= most)
@@ -141,35 +146,3 @@ class Levelled(Codec):
             )
         if level < len(self.codecs):
             self.codecs[level].decode_add(payload[1 : int(used)], out, key, weight)
-
-
-def may_skip(codec: Codec) -> bool:
-    """Whether a round in `codec` may send no values, which its feedback must keep: where nothing fits, a byte alone is sent.
-
-    Args:
-        codec: any codec.
-
-    >>> from thinwire.codecs import Int, Sign
-    >>> [may_skip(Levelled((Int(8), Sign(block=512)), skips=skips)) for skips in (0, 1)]
-    [False, True]
-    """
-    return codec.varies and sum(part.nbytes for part in codec.within(0.0, 1 << 10).layout(1 << 10)) <= 1
-
-
-def check_kept(codec: Codec, feedback: object | None) -> None:
-    """Refuse a `codec` whose rounds may be skipped if no `feedback` keeps their deltas.
-
-    Args:
-        codec: the codec of a strategy.
-        feedback: the strategy's feedback; None: what a codec loses is lost.
-
-    Raises:
-        ConfigurationError: a skipped delta would be lost.
-
-    >>> from thinwire.codecs import Sign
-    >>> check_kept(Sign(), None)
-    """
-    if feedback is None and may_skip(codec):
-        raise ConfigurationError(
-            f"{codec}: a skipped delta would be lost; give the strategy feedback=Feedback(), as streaming_sign has it, or choose skips=0."
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.codecs.base import Codec, Said, check_fit, check_inner
 from thinwire.codecs.layout import Part
+from thinwire.pieces.aggregate import mean_over_senders
 from thinwire.rng import Key
 
 
@@ -89,20 +90,3 @@ class OverSenders(Codec):
         shares = torch.tensor([weight for _, _, weight in packets])
         kernels.of(index, values, mean).mean_sent(index.view(-1), values.view(-1), shares, mean)
         return mean
-
-
-def mean_over_senders(values: Iterable[tuple[Tensor, float]], numel: int) -> Tensor:
-    """Σ w·x / Σ_{x ≠ 0} w of each element, in fp32 and in the given order; 0 where all x are 0.
-
-    Args:
-        values: flat fp32 values of `numel` elements each, with their weights; they are zeros afterwards.
-        numel: number of elements.
-
-    >>> mean_over_senders([(torch.tensor([2.0, 0.0]), 1.0), (torch.tensor([4.0, 6.0]), 1.0)], numel=2)
-    tensor([3., 6.])
-    """
-    total, counted = torch.zeros(numel), torch.zeros(numel)
-    for one, weight in values:
-        kernels.of(one, total, counted).add_sent(one, total, counted, weight)
-    kernels.of(total, counted).divide_sent(total, counted)
-    return total

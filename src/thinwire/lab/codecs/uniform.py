@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
 from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, kernels_for, not_finite
+from thinwire.codecs.base import Codec, check_fit, not_finite
 from thinwire.codecs.bits import packed_nbytes
 from thinwire.codecs.layout import Part, Symbols
 from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
+from thinwire.lab.codecs import reference_levels
 from thinwire.rng import Key
 
 
@@ -64,8 +67,19 @@ class Levels(Codec):
         return Symbols(packed_nbytes(numel, self.bits)), Symbols(8 * -(-numel // self.block), 4)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        if not kernels_for(self, x, payload).encode_levels(x, payload, self.bits, self.block):
+        check_fit(self, x, payload)
+        if not _loops(x, payload).encode_levels(x, payload, self.bits, self.block):
             raise not_finite(x)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        kernels_for(self, out, payload).add_levels(payload, out, self.bits, self.block, weight)
+        check_fit(self, out, payload)
+        _loops(out, payload).add_levels(payload, out, self.bits, self.block, weight)
+
+
+def _loops(*tensors: Tensor) -> ModuleType:
+    """The compiled loops for contiguous tensors of the CPU, otherwise plain torch, with the same bits."""
+    if find_spec("numba") and all(t.is_contiguous() and t.device.type == "cpu" for t in tensors):
+        from thinwire.lab.codecs import cpu_levels
+
+        return cpu_levels
+    return reference_levels

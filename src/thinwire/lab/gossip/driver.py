@@ -22,8 +22,9 @@ from thinwire.drivers.handshake import agree_on_resume
 from thinwire.drivers.module_state import evaluating, gradient, separate_gradients
 from thinwire.drivers.recovery import start_again
 from thinwire.errors import ConfigurationError, ModelError, NonFiniteError
-from thinwire.exchange import Buffers, Gossip
+from thinwire.exchange import Buffers
 from thinwire.lab.gossip.consensus import mean_of_all
+from thinwire.lab.gossip.exchange import Gossip
 from thinwire.lab.gossip.judged_update import JudgedUpdate
 from thinwire.lab.gossip.rules import GossipRule
 from thinwire.lab.topology import spread

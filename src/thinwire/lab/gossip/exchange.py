@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
+from thinwire.comm.group import Group
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.exchange.base import Arrival, Exchange, Settle
@@ -27,6 +28,7 @@ from thinwire.lab.topology import Topology, check_size
 from thinwire.lab.topology.base import Union, Weights
 from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Adaptive
 from thinwire.rng import Key
 from thinwire.types import State
@@ -153,6 +155,11 @@ class Gossip(Exchange):
         drawn = replace(self)
         object.__setattr__(drawn, "seed", seed)
         return drawn
+
+    def driver(self, training: Any, fragments: Sequence[Fragment], group: Group, site: Group | None) -> Any:
+        from thinwire.lab.gossip.driver import GossipDriver
+
+        return GossipDriver(training, list(fragments), group, site)
 
     def check_size(self, size: int) -> None:
         check_size(self.topology, size, self.seed)

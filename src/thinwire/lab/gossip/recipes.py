@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thinwire.codecs import E3M0, Codec, Identity
-from thinwire.exchange import Gossip
+from thinwire.lab.gossip.exchange import Gossip
 from thinwire.lab.gossip.gasloc import GASLoC
 from thinwire.lab.gossip.mgs import MGS
 from thinwire.lab.gossip.rules import AdaptThenCombine, Choco, GossipRule, NoLoCo, PushSum, Tracking

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
 from thinwire.errors import ConfigurationError
+from thinwire.exchange.products import inner_products
 from thinwire.lab.gossip.rules import GossipRule, Vector, check_whole
 from thinwire.lab.robust.coordinates import Median
 from thinwire.lab.robust.direction_weights import foolsgold
-from thinwire.lab.robust.products import inner_products
 from thinwire.lab.topology import Topology, outgoing
 from thinwire.lab.topology.base import Weights
 from thinwire.pieces.aggregate import Aggregate

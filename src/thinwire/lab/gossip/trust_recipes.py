@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.exchange import Gossip
+from thinwire.lab.gossip.exchange import Gossip
 from thinwire.lab.gossip.trust import Bristle, SybilWall
 from thinwire.lab.topology import Ring, Topology
 from thinwire.pieces.merge import Keep

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Each, encode_from
+from thinwire.codecs import Codec, encode_from
 from thinwire.errors import ConfigurationError, PacketError
+from thinwire.lab.codecs.per_tensor import Each
 from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
 from thinwire.types import State

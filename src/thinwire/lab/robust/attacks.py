@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,12 @@ class Attack:
     def says(self, scene: Scene) -> Tensor:
         """The values to send, flat, in fp32."""
         return scene.own
+
+    def among(self, exchange: Any, liars: int) -> Any:
+        """The exchange in which the last `liars` ranks lie so. Raises `ConfigurationError`."""
+        from thinwire.lab.robust.attacked import with_liars
+
+        return with_liars(exchange, self, liars)
 
 
 @dataclass(frozen=True)

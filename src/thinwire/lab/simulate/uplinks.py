@@ -110,7 +110,7 @@ def nbytes_of_each(exchange: Exchange, codec: Codec, numel: int, there: Flags) -
         Bytes, int64 [M]; 0 for a replica that takes no part.
 
     >>> from thinwire.codecs import Identity
-    >>> from thinwire.exchange import Star
+    >>> from thinwire.lab.star.exchange import Star
     >>> nbytes_of_each(Star(1), Identity(), 1000, np.array([True, True, True])).tolist()
     [4048, 8102, 4048]
     """

@@ -19,11 +19,11 @@ from thinwire.app.plan.links import Links, store
 from thinwire.app.records.units import text_of_nbytes, text_of_seconds
 from thinwire.app.trainer.model import SIZES, Transformer
 from thinwire.app.trainer.run import Run
-from thinwire.app.trainer.settings import topology_of
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.files import check_place
 from thinwire.lab.plan.graph import graph_chart, halving_seconds, within_budget
+from thinwire.lab.settings import topology_of
 from thinwire.lab.topology import Listed, Topology, check_size, fewest_meetings, meeting_rates, resistances, spectrum
 from thinwire.lab.topology.base import MOST_REPLICAS, Weights
 

@@ -11,8 +11,8 @@ import numpy as np
 from rich.table import Table
 
 from thinwire.app.cli import figures, options
-from thinwire.app.trainer.settings import topology_of
 from thinwire.errors import ConfigurationError
+from thinwire.lab.settings import topology_of
 from thinwire.lab.simulate.disrupted import Data, Disaster, Who, structure
 from thinwire.lab.simulate.figure import disrupted_chart
 

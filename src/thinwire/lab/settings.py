@@ -1,0 +1,30 @@
+"""Readers of settings that only the lab's methods have: what the entry point `thinwire.settings` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thinwire.catalogue.parsing import parse, pieces_of
+from thinwire.choices import listed
+from thinwire.errors import ConfigurationError
+from thinwire.lab.robust.attack_table import attack_of
+from thinwire.lab.topology import Topology, read_edges
+
+
+def topology_of(text: str) -> Topology:
+    """A graph by its name, in small letters too (`ring`, `random_pairs`), or from a file of edges. Raises `ConfigurationError`."""
+    if text.endswith(".json"):
+        return read_edges(Path(text))
+    known = {name.lower(): name for name in pieces_of(Topology)}
+    name = known.get(text.strip().replace("-", "").replace("_", "").lower(), text)
+    made = parse(name, offered=sorted(known.values()), own_files=True)
+    if not isinstance(made, Topology):
+        raise ConfigurationError(
+            f"topology={text!r} is a {type(made).__name__}; one of {listed(sorted(known.values()), 'thinwire docs gossip')} is needed."
+        )
+    return made
+
+
+READERS: dict[str, Callable[[str], Any]] = {"topology": topology_of, "attack": attack_of}
