@@ -11,11 +11,9 @@ from importlib.util import find_spec as _find_spec
 from thinwire.version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
-    import thinwire.app.diagnosis
     import thinwire.catalogue
     import thinwire.codecs
     import thinwire.exchange
-    import thinwire.lab.methods
     import thinwire.membership
     import thinwire.pieces
     import thinwire.recipes

@@ -36,14 +36,16 @@ _NUMBER = struct.Struct("<d")
 def choose(training: Training, fragments: list[Fragment], group: Group | ElasticGroup, site: Group | None) -> Driver:
     """The driver that this group and this strategy need; then call its `join`. Raises as `Replica`."""
     if isinstance(group, ElasticGroup):
-        return group.driver(training, fragments, site)
+        made: Driver = group.driver(training, fragments, site)
+        return made
     if training.reader is not None:
         raise ConfigurationError(
             "reader= with a fixed group: it follows what members agree on; give a Membership, or read a share by rank."
         )
     exchange = training.strategy.exchange
     if not exchange.agrees:
-        return exchange.driver(training, fragments, group, site)
+        without: Driver = exchange.driver(training, fragments, group, site)
+        return without
     if isinstance(training.strategy.signal, Gradients):
         from thinwire.drivers.gradients import GradientDriver
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import thinwire as tw
+from thinwire.catalogue.methods import RECIPES
 from thinwire.codecs import E3M0, Identity
 from thinwire.errors import ConfigurationError
 from thinwire.lab.gossip.rules import CombineThenAdapt
@@ -270,7 +271,7 @@ def test_sybil_wall_needs_a_fixed_topology_and_whole_weights_that_end_in_a_media
 
 
 def liars(recipe, attack, count=1, **settings):
-    strategy = RECIPES_OF_ALL[recipe](every=2, topology=Complete(), **settings)
+    strategy = RECIPES[recipe](every=2, topology=Complete(), **settings)
     return replace(strategy, exchange=with_liars(strategy.exchange, attack, count))
 
 

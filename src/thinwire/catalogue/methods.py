@@ -6,7 +6,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from thinwire.catalogue import registered
+from thinwire import registered
 from thinwire.drivers.unequal.method import DECOUPLED
 from thinwire.recipes import table
 from thinwire.strategy import Strategy

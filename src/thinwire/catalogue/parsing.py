@@ -7,8 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from thinwire import catalogue
-from thinwire.catalogue import registered
+from thinwire import catalogue, registered
 from thinwire.choices import listed, nearest
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.own_files import resolve

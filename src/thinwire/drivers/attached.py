@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -34,9 +34,34 @@ from thinwire.types import Observer
 TAG = TAGS >> 1  # the same for all messages: those of a pair of replicas are matched in the order of posting
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a caller asks of a method with its own loop, in place of which method it is.
+
+    Args:
+        own_steps: replicas may take unequal numbers of steps, so each resumes from the newest of its own checkpoints.
+        one_model_each: every replica trains another model of its own, on the same probe set.
+        weighs_samples: replicas may have micro-batches of unequal size.
+        cannot_resume: why a run cannot resume, as the end of a sentence; empty: it can.
+    """
+
+    own_steps: bool = False
+    one_model_each: bool = False
+    weighs_samples: bool = False
+    cannot_resume: str = ""
+
+
 @runtime_checkable
 class Method(Protocol):
     """A method with its own loop: a frozen dataclass. Its text identifies it on the wire."""
+
+    @property
+    def traits(self) -> Traits:
+        return Traits()
+
+    def check_run(self, run: Any, job: Any) -> None:
+        """Raise `ConfigurationError` unless this method can train the `run` of a `job`, as the command has them."""
+        return
 
     @property
     def seed(self) -> int: ...
@@ -185,6 +210,7 @@ class Attached(Participant):
     [10, 10]
     """
 
+    samples: int = 0  # forward passes of an inner step without gradients; 0: it has gradients
     own_steps = False  # true: each replica takes as many steps as it can, and its checkpoints are of its own steps
     idle = False  # a replica that is idle takes no part in this step's work; its loop calls `skip` instead
     share = 1.0  # share of the replicas that are not idle
@@ -214,6 +240,10 @@ class Attached(Participant):
 
     def skip(self) -> None:
         """Count a step in which this replica is idle."""
+
+    def iterate(self, losses: Callable[[int], Tensor]) -> float:
+        """An inner step without gradients, if the method has `samples`, of which the loss of number j is `losses(j)`. Returns their mean."""
+        raise AssertionError(f"{self.strategy} has gradients")
 
     def exchange_gradients(self) -> None:
         """Called between backward and the optimizer's step. Does nothing by default."""
@@ -283,6 +313,23 @@ def check_rounds(every: int, sampled: int | None, outer_lr: float) -> None:
     if any(type(number) is not int or number < 1 for number in whole) or not 0 < outer_lr < math.inf:
         raise ConfigurationError(
             f"every={every}, sampled={sampled}, outer_lr={outer_lr}: whole numbers above 0, and a learning rate above 0, are needed."
+        )
+
+
+def check_sampled(run: Any, sampled: int | None, every: int) -> None:
+    """Raise `ConfigurationError` unless `sampled` replicas of `run` can train in each round of `every` steps."""
+    placement, label = run.placement, run.method.label
+    if sampled is None:
+        return
+    if sampled > placement.replicas:
+        raise ConfigurationError(
+            f"sampled={sampled} of {placement.replicas} replicas: at most all can be; give more --replicas."
+        )
+    needed = 1 + math.ceil(every / placement.checkpoint_every) if placement.checkpoint_every else 1
+    if placement.keep < needed:
+        raise ConfigurationError(
+            f"keep={placement.keep} with checkpoint_every={placement.checkpoint_every} and {label}: a replica that is not sampled is "
+            f"up to {every} steps ahead of the others, and would delete checkpoints that they still need; give --keep {needed}."
         )
 
 

@@ -13,6 +13,11 @@ from torch import Tensor
 class Privacy(Protocol):
     """Bounds what the packets of a replica reveal, by what it does to each delta before the codec."""
 
+    @property
+    @abstractmethod
+    def needs_fixed_group(self) -> str:
+        """See `Piece`."""
+
     @abstractmethod
     def apply(self, x: Tensor, size: int) -> Tensor:
         """Flat fp32 `x` as it may be sent by one of `size` replicas; in place. NaN and infinities become NaN."""

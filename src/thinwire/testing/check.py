@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from thinwire.codecs import E3M0, Codec, Identity, Int, Sign, TopK
+from thinwire.catalogue.parsing import PIECES, parse
+from thinwire.codecs import E3M0, Codec, Identity, Sign, TopK
 from thinwire.codecs.base import may_skip
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange
-from thinwire.lab.codecs.lowrank import LowRank
-from thinwire.lab.codecs.per_tensor import Each
 from thinwire.pieces.aggregate import Aggregate
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import Inner
@@ -131,7 +130,8 @@ def _composed(piece: object) -> Strategy:
 
 def _with_a_codec(policy: Policy) -> Strategy:
     refused: Exception | None = None
-    for codec in (E3M0(32), TopK(0.3), LowRank(1), Each(Int(4))):
+    candidates: list[Codec] = [E3M0(32), TopK(0.3), *_registered("LowRank(1)", "Each(Int(4))")]
+    for codec in candidates:
         try:
             return Strategy(
                 schedule=Staggered(4, 1), partition=Strided(2), codec=codec, policy=policy, feedback=Feedback(), merge=Mix(0.5)
@@ -141,6 +141,11 @@ def _with_a_codec(policy: Policy) -> Strategy:
     raise ConfigurationError(
         f"check({policy!r}): it works with no codec that was tried; put it into a Strategy(...), and check that."
     ) from refused
+
+
+def _registered(*texts: str) -> list[Codec]:
+    """Those of the codecs that installed packages have; some pieces work with no other."""
+    return [parse(text) for text in texts if text.partition("(")[0] in PIECES]
 
 
 def _of_a_codec(codec: Codec, given: frozenset[str] | None) -> Iterator[Law]:
@@ -169,7 +174,7 @@ def _of_a_codec(codec: Codec, given: frozenset[str] | None) -> Iterator[Law]:
 
 
 def _of_an_exchange(exchange: Exchange) -> Iterator[Law]:
-    candidates = (Identity(), E3M0(32), Sign(), TopK(0.3), LowRank(1, shapes=SHAPES))
+    candidates = (Identity(), E3M0(32), Sign(), TopK(0.3), *(one.fitted(SHAPES) for one in _registered("LowRank(1)")))
     fitting = [codec for codec in candidates if exchanges.fits(exchange, codec)]
     yield "takes a codec", partial(law, fitting, f"check refuses all of {', '.join(map(repr, candidates))}")
     if Identity() in fitting:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,49 +9,13 @@ from textwrap import fill
 
 from thinwire.app.cli.signals import handled
 from thinwire.app.cli.streams import outliving_their_reader
+from thinwire.app.cli.verbs import verb as verb_of
+from thinwire.app.cli.verbs import verbs
 from thinwire.app.records.printable import printable_lines, reason
 from thinwire.choices import listed, nearest
 from thinwire.errors import JobError, ThinwireError
 from thinwire.trust import commanded
 from thinwire.version import __version__
-
-VERBS = {
-    "train": "train one model on several replicas: a language model (without arguments: the demo), or a job of your own",
-    "resume": "resume a run by its folder, also with another number of replicas",
-    "new": "write a job file of your own to begin with: any model, any data",
-    "compare": "train with several strategies on the same tokens and seeds, and print one table",
-    "report": "draw one page for one or more runs",
-    "top": "all replicas of a run on one screen",
-    "checkpoints": "list, verify and prune the checkpoints of a run",
-    "sample": "continue a text with a run's model, or an ensemble",
-    "follow": "keep a model folder at a run's newest agreed weights",
-    "export": "write a run's model for transformers, or as a file",
-    "evaluate": "the loss of a run's model, or of an ensemble and each of its experts, on text",
-    "branch": "train an expert for a domain from a run's model, into an ensemble",
-    "simulate": "simulate runs on given links and machines, without training",
-    "probe": "measure links and machines, for plan",
-    "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",
-    "lighthouse": "start the server at which the replicas of an elastic run find each other",
-    "hub": "start the server that replicas on networks of others dial: mutual TLS, and a token to join",
-    "join": "train as one replica of a run that meets at a hub, by its token",
-    "doctor": "check this machine and a set-up",
-    "docs": "show a page of the documentation",
-}
-
-# these import no file that a run folder names
-READING = ("report", "top", "checkpoints", "sample", "follow", "export", "evaluate")
-
-_USAGE = "\n".join(
-    [
-        "thinwire: train one model on many replicas joined by thin links",
-        "",
-        "usage: thinwire VERB [options]      (thinwire VERB --help shows the options)",
-        "",
-        *(fill(text, 79, initial_indent=f"  {verb:<13}", subsequent_indent=" " * 15) for verb, text in VERBS.items()),
-        "",
-        "Every verb takes --json: progress goes to stderr, stdout ends with one JSON.",
-    ]
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,23 +40,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE)
+        print(_usage())
         return 0
     if arguments[0] == "--version":
         print(__version__)
         return 0
     verb, *rest = arguments
-    if verb not in VERBS:
-        said = f"{verb!r} is no verb{nearest(verb, VERBS)}; there are {listed(VERBS)}. `thinwire --help` explains them."
+    found = verb_of(verb)
+    if found is None:
+        there = [name for name in verbs() if "." not in name]
+        said = f"{verb!r} is no verb{nearest(verb, there)}; there are {listed(there)}. `thinwire --help` explains them."
         print(f"thinwire: {printable_lines(said)}", file=sys.stderr)
         return 2
     try:
         # SIGTERM and SIGHUP (a closed terminal) end a verb like Ctrl-C, so that it cleans up; one that trains has its own handler
         with (
             handled(_end, signal.SIGTERM, signal.SIGHUP),
-            commanded(rest, reads=verb in READING),
+            commanded(rest, reads=found.reads),
         ):
-            return int(importlib.import_module(f"thinwire.app.cli.{verb}").main(rest))
+            return int(found.load().main(rest))
     except JobError as error:  # an error in the user's own file: only its line is shown
         print(printable_lines(str(error)), file=sys.stderr)
         return 1
@@ -109,6 +74,20 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt as stop:
         print(f"thinwire {verb}: interrupted", file=sys.stderr)
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+
+
+def _usage() -> str:
+    named = {name: verb.about for name, verb in verbs().items() if "." not in name}
+    lines = [
+        "thinwire: train one model on many replicas joined by thin links",
+        "",
+        "usage: thinwire VERB [options]      (thinwire VERB --help shows the options)",
+        "",
+        *(fill(text, 79, initial_indent=f"  {verb:<13}", subsequent_indent=" " * 15) for verb, text in named.items()),
+        "",
+        "Every verb takes --json: progress goes to stderr, stdout ends with one JSON.",
+    ]
+    return "\n".join(lines)
 
 
 def _end(number: int, frame: object) -> None:

@@ -12,7 +12,6 @@ import tyro
 from thinwire.app.cli import options
 from thinwire.app.records.units import text_of_nbytes
 from thinwire.app.trainer.checkpoints import CheckpointSet, list_checkpoints, prune_checkpoints, replicas_of
-from thinwire.app.trainer.loops import has_own_steps
 from thinwire.app.trainer.resuming import cannot_resume
 from thinwire.app.trainer.run import Run
 
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     console = options.console(asked.json)
     sets, gone = list_checkpoints(asked.run, asked.verify), []
     run = Run.load(asked.run / "run.toml", options.advise).outlined()
-    each = run.placement.elastic or has_own_steps(run.make_method())
+    each = run.own_steps
     if asked.prune is not None:
         gone = prune_checkpoints(asked.run, asked.prune, each)
         sets = list_checkpoints(asked.run, hashes=True)

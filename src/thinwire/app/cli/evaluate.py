@@ -20,12 +20,8 @@ from thinwire.app.trainer.data import Corpus
 from thinwire.app.trainer.run import Run
 from thinwire.app.trainer.texts import find, standard_library
 from thinwire.app.trainer.tokens import Tokenizer
-from thinwire.app.trainer.trained import trained_model, with_parents
+from thinwire.app.trainer.trained import models_in, scores_of, trained_model, with_parents
 from thinwire.errors import ConfigurationError
-from thinwire.lab.experts.ensemble import Ensemble
-from thinwire.lab.experts.mixture import scores_of
-
-MIXTURE, MEAN = "mixture", "mean of weights"
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "evaluate", arguments, "Evaluate a run's model, or an ensemble, on text.")
     if min(asked.batch, asked.eval_batches, 1 if asked.sequence is None else asked.sequence) < 1:
         raise ConfigurationError("batch, sequence and eval_batches: at least 1 of each is needed.")
-    rows = _of_ensemble(asked) if Ensemble.is_one(asked.run) else _of_run(asked)
+    others = models_in(asked.run)
+    rows = others.evaluated(asked) if others else _of_run(asked)
     options.console(asked.json).print(_table(rows, asked.run))
     return options.answer(asked.json, {"texts": rows})
 
@@ -70,14 +67,14 @@ def _of_run(asked: Options) -> list[dict[str, Any]]:
     data, rows = Run.load(asked.run / "run.toml").data, list[dict[str, Any]]()
     asked = replace(asked, column=asked.column or data.column)
     texts: list[Sequence[str]] = [[one] for one in asked.text] or [data.text]
-    _say_what_was_trained_on(texts, with_parents(asked.run))
+    say_what_was_trained_on(texts, with_parents(asked.run))
     for text in texts:
-        scores = _scores({"loss": trained.model}, _batches(asked, text, trained.tokenizer, data.sequence))["loss"]
-        rows.append({"text": _name(text), "losses": {"loss": -float(scores.mean())}})
+        found = scores({"loss": trained.model}, batches(asked, text, trained.tokenizer, data.sequence))["loss"]
+        rows.append({"text": _name(text), "losses": {"loss": -float(found.mean())}})
     return rows
 
 
-def _say_what_was_trained_on(texts: Sequence[Sequence[str]], runs: Mapping[Path, Run]) -> None:
+def say_what_was_trained_on(texts: Sequence[Sequence[str]], runs: Mapping[Path, Run]) -> None:
     """Name texts that share files with a run's own, but are not all of it: what is held out of each is not what that run has held out."""
     of_text = {folder: run.data.text for folder, run in runs.items() if not run.model.job}
     read = {folder: (_paths(text), _files(text)) for folder, text in of_text.items()}
@@ -106,36 +103,15 @@ def _files(text: Sequence[str]) -> set[Path]:
     return {source.path.resolve() for source in found}
 
 
-def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
-    if not asked.text:
-        raise ConfigurationError(f"{asked.run} is an ensemble: text is needed; add --text FILE FILE, one row for each.")
-    ensemble, rows = Ensemble.read(asked.run), list[dict[str, Any]]()
-    _say_what_was_trained_on([[one] for one in asked.text], with_parents(*ensemble.folders))
-    domains, mean = [one.domain for one in ensemble.experts], ensemble.mean()
-    prior = ensemble.cached_prior(asked.prior, asked.column or "text", asked.sequence) if asked.prior else None
-    mixture = ensemble.mixture(prior)
-    alone = dict(zip(domains, ensemble.models)) | ({MEAN: mean.model} if mean else {})
-    for text in asked.text:
-        scores = _scores(alone, _batches(asked, (text,), ensemble.tokenizer, ensemble.sequence))
-        of_experts = torch.stack([scores[domain] for domain in domains])
-        losses = {MIXTURE: mixture.mixed(of_experts)} | scores
-        after = mixture.posterior(of_experts)[..., -1].exp().mean(1)
-        rows.append(
-            {"text": text, "losses": {name: -float(one.mean()) for name, one in losses.items()}}
-            | {"posterior": {domain: float(share) for domain, share in zip(domains, after)}}
-            | {"prior": {domain: float(share) for domain, share in zip(domains, mixture.log_prior_K.exp())}}
-        )
-    return rows
-
-
-def _batches(asked: Options, text: Sequence[str], tokenizer: Tokenizer, sequence: int) -> list[tuple[Tensor, Tensor]]:
+def batches(asked: Options, text: Sequence[str], tokenizer: Tokenizer, sequence: int) -> list[tuple[Tensor, Tensor]]:
+    """The held-out batches of a text."""
     corpus = Corpus.open(text, tokenizer, column=asked.column or "text")
     for line in corpus.passed_over:
         options.advise(line)
     return corpus.held_out(EVAL_BATCH * asked.eval_batches, asked.sequence or sequence, asked.batch)
 
 
-def _scores(models: Mapping[str, nn.Module], batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+def scores(models: Mapping[str, nn.Module], batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """log p of every token in all batches by each single model, BT."""
     return {
         name: torch.cat([scores_of(model, tokens, targets) for tokens, targets in batches])
@@ -154,7 +130,7 @@ def _table(rows: list[dict[str, Any]], folder: Path) -> Table:
     table = options.table(f"{folder}: loss in nats per token, on held-out text (measured)")
     table.add_column("text", overflow="fold")
     names = list(rows[0]["losses"])
-    for name in [*names, "perplexity", *(["posterior at the end"] if MIXTURE in names else [])]:
+    for name in [*names, "perplexity", *(["posterior at the end"] if "posterior" in rows[0] else [])]:
         table.add_column(name, justify="right")
     for row in rows:
         losses: dict[str, float] = row["losses"]

@@ -16,9 +16,8 @@ from thinwire.app.trainer.apertus import apertus_config, save_as_apertus
 from thinwire.app.trainer.export import draft_folder, store, store_as_dcp
 from thinwire.app.trainer.model import Transformer
 from thinwire.app.trainer.tokenizer import keep_tokenizer
-from thinwire.app.trainer.trained import TrainedModel, trained_model
+from thinwire.app.trainer.trained import models_in, trained_model
 from thinwire.errors import ConfigurationError
-from thinwire.lab.experts.ensemble import Ensemble
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,8 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "export", arguments, "Write a run's model for use elsewhere.")
-    trained = _mean(asked.run) if Ensemble.is_one(asked.run) else trained_model(asked.run)
+    others = models_in(asked.run)
+    trained = others.as_one(options.advise) if others else trained_model(asked.run)
     options.warn_of_outcome(asked.run)
     out = asked.out or asked.run / f"exported-{asked.to}"
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -71,16 +71,3 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"{out}: {uses['hf' if hf else asked.to]}", soft_wrap=True, highlight=False)
     files = sorted(path.name for path in out.iterdir())
     return options.answer(asked.json, {"out": str(out), "files": files, "step": trained.step})
-
-
-def _mean(folder: Path) -> TrainedModel:
-    """One model for an ensemble, whose weights are the mean of all experts'."""
-    found = Ensemble.read(folder)
-    mean = found.mean()
-    if mean is None:
-        raise ConfigurationError(
-            f"{folder} has experts of different shapes, {', '.join(f'{one.domain} {one.parameters:,}' for one in found.experts)} parameters: "
-            "only equal ones have a mean. Use the ensemble with thinwire sample and evaluate, or export one expert's folder."
-        )
-    options.advise(f"{folder}: the mean of the weights of {len(found.experts)} experts")
-    return mean

@@ -28,6 +28,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.files import write_whole
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry
 from thinwire.net.token import HUB_PORT, MOST_USES
+from thinwire.registered import setting
 
 PUBLISH_NBYTES = 64 << 30
 _FOR = {  # the verbs that take an option, where not all do
@@ -248,17 +249,17 @@ def _check_publishers(asked: Options) -> None:
 def _reducing(asked: Options, folder: Path, say: Callable[[str], None]) -> AbstractContextManager[None]:
     if asked.reduce is None:
         return nullcontext()
-    from thinwire.lab.star.reducing import LOG, reducing
-
-    say(f"it averages packets of {asked.reduce} replicas; its log is {folder / LOG}")
+    averaging = setting("reduce")
+    say(f"it averages packets of {asked.reduce} replicas; its log is {folder / averaging.LOG}")
 
     def ended(code: int) -> None:
         say(
             f"warning: the reducer's process has ended (exit code {code}), and without it no group goes on or begins: see the end of "
-            f"{folder / LOG}, and start this hub again"
+            f"{folder / averaging.LOG}, and start this hub again"
         )
 
-    return reducing(folder, asked.reduce, "".join(asked.group), ended)
+    context: AbstractContextManager[None] = averaging.reducing(folder, asked.reduce, "".join(asked.group), ended)
+    return context
 
 
 def _listen(asked: Options, fresh: bool) -> tuple[str, int]:

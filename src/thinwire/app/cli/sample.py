@@ -14,9 +14,8 @@ import tyro
 from thinwire.app.cli import options
 from thinwire.app.trainer.checked_settings import fits, unfit
 from thinwire.app.trainer.model import generate
-from thinwire.app.trainer.trained import trained_model
+from thinwire.app.trainer.trained import models_in, trained_model
 from thinwire.errors import ConfigurationError
-from thinwire.lab.experts.ensemble import Ensemble
 
 MOST_TOKENS = 1_000_000  # to write: the text is shown when all are there
 
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"--tokens {asked.tokens}: 1 to {MOST_TOKENS:,} are needed.")
     if not fits(asked.seed, int):
         raise unfit("seed", asked.seed, int)
-    ensemble = Ensemble.read(asked.run) if Ensemble.is_one(asked.run) else None
+    ensemble = models_in(asked.run)
     language_model: Any
     if ensemble:
         prior = ensemble.cached_prior(asked.prior) if asked.prior else None
@@ -71,7 +70,5 @@ def main(arguments: Sequence[str]) -> int:
         options.console(False).print(text, soft_wrap=True, highlight=False, markup=False)
     if ensemble:
         read = torch.tensor([[*(prompt or [tokenizer.end]), *written][-language_model.context :]])
-        after = language_model.posterior(language_model.scores(read[:, :-1], read[:, 1:]))[:, 0, -1].exp()
-        told = ", ".join(f"{one.domain} {share:.1%}" for one, share in zip(ensemble.experts, after.tolist()))
-        options.advise(f"posterior over experts at the end: {told}")
+        options.advise(ensemble.posterior(language_model, read))
     return 0

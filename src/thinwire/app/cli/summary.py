@@ -13,7 +13,8 @@ from thinwire.app.records.losses import DIVERGED, JUMPED, NO_RESULT, for_json, u
 from thinwire.app.records.printable import quoted
 from thinwire.app.records.run_record import RunRecord
 from thinwire.app.trainer.meeting import PATHS
-from thinwire.app.trainer.settings import NAMED, recipe_name
+from thinwire.app.trainer.settings import recipe_name
+from thinwire.catalogue.methods import NAMED
 
 LEAST_STEPS, UNEQUAL_FACTOR = 10, 1.5  # no advice about speeds with fewer steps, or a smaller factor
 USELESS_FACTOR = 10.0  # a machine so many times as slow has brought nothing: docs/methods/decoupled_diloco.md

@@ -22,9 +22,9 @@ from thinwire.app.plan import cost
 from thinwire.app.plan.links import Links
 from thinwire.app.plan.setting import Setting
 from thinwire.app.records.units import text_of_nbytes, text_of_seconds
+from thinwire.catalogue.parsing import parse
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange, TwoShot
-from thinwire.lab.star.exchange import Star
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def ways(links: Links, nbytes: float) -> list[Route]:
         [
             Route("each to all", Direct(), cost.wire_seconds(links, nbytes) + cost.way_seconds(links)),
             Route("in shards", TwoShot(), cost.wire_seconds(links, shard) + 2 * cost.way_seconds(links)),
-            Route(f"over {links.names[center]}", Star(center), star_seconds(links, nbytes, center)),
+            Route(f"over {links.names[center]}", parse(f"Star({center})"), star_seconds(links, nbytes, center)),
             Route("around a ring", None, ring_seconds(links, nbytes)),
         ],
         key=lambda way: way.seconds,

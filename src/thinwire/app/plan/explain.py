@@ -12,8 +12,7 @@ from thinwire.app.plan.setting import Setting, Task
 from thinwire.app.plan.sharding import FP32, Shards, traffic
 from thinwire.app.records.units import text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
 from thinwire.comm import Link
-from thinwire.lab.plan import stage_order
-from thinwire.lab.simulate.pipeline import pipeline_seconds
+from thinwire.registered import PLANS, registered
 
 MOST_NAMED = 5  # of one kind are named
 NO_LOSS = "the laws predict losses of language models, and none of a job"
@@ -65,24 +64,8 @@ def refused(task: Task, best: Setting) -> list[cost.Refusal]:
     machine = task.machine(best.places[0])
     micro = machine.micro_seconds(shape, run.data.sequence, run.data.largest_batch)
     found = [cost.tensor_parallel(task.links, shape, run.data.sequence, run.data.largest_batch, micro)]
-    places = best.places if len(best.places) > 1 else range(len(task.links))
-    order, chain = stage_order.best_chain(
-        task.links, places, 4 * run.data.largest_batch * run.data.sequence * shape.width
-    )
-    stages, micros = len(places), max(len(places), run.data.accumulate)
-    step = pipeline_seconds(stages, micros, micro / stages, chain / 2 / max(1, stages - 1))
-    share = micros * micro / stages / step
-    path = " → ".join(task.links.names[place] for place in order) if order else f"through {stages} sites"
-    # equal hops are assumed, and whole rounds of micro-batches, which may be too many
-    best_of = "the best of all orders takes about" if order else "every order takes about"
-    found.append(
-        cost.Refusal(
-            f"a pipeline {path}",
-            f"{stages} stages, {micros} micro-batches: {best_of} {text_of_seconds(step)} for "
-            f"{text_of_seconds(micros * micro / stages)} of work a stage (1F1B); `thinwire train` has no pipelines",
-            share,
-        )
-    )
+    for refusals in registered(PLANS).values():
+        found += refusals(task, best, micro)
     return found
 
 

@@ -17,11 +17,10 @@ from thinwire.app.plan import cost
 from thinwire.app.plan.setting import SEARCHED, Setting, Task
 from thinwire.app.records.run_record import RunRecord
 from thinwire.app.records.units import text_of_count, text_of_nbytes
-from thinwire.app.report.charts import Chart, Json, colour, rounded
+from thinwire.app.report.charts import Chart, Json, chart, colour, curve, rounded, share_axis
 from thinwire.app.trainer.run import PART_OF, Run
 from thinwire.codecs import nested
 from thinwire.errors import ThinwireError
-from thinwire.lab.simulate.figure import chart, curve, share_axis
 from thinwire.pieces.own_files import shorten
 from thinwire.strategy import Gradients
 

@@ -266,3 +266,56 @@ def _cycle(replica: ReplicaRecord) -> float | None:
 def every_point(count: int, most: int) -> Integers:
     """Indices of at most `most` of `count` points, first and last among them."""
     return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).astype(np.int64))
+
+
+def curve(x: Floats, y: Floats, name: str, number: int, hover: str, dashed: bool = False) -> Json:
+    """One line of a chart.
+
+    Args:
+        x, y: the points, float64 [n] each.
+        name: shown in the legend.
+        number: number of the colour.
+        hover: Plotly's template for the text at a point.
+        dashed: whether the line is dashed.
+
+    >>> curve(np.array([0.0, 1.0]), np.array([2.0, 3.0]), "loss", 0, "%{y}")["name"]
+    'loss'
+    """
+    line: Json = {"color": colour(number), "width": 2} | ({"dash": "dash"} if dashed else {})
+    return {
+        "type": "scatter", "mode": "lines", "x": rounded(x), "y": rounded(y), "name": name, "line": line,
+        "hovertemplate": hover + "<extra>" + name + "</extra>",
+    }  # fmt: skip
+
+
+def share_axis(title: str) -> Json:
+    """An axis from 0 to 100 %.
+
+    Args:
+        title: of the axis.
+
+    >>> share_axis("utilization")["tickformat"]
+    '.0%'
+    """
+    return {"title": {"text": title}, "range": [0, 1.02], "tickformat": ".0%"}
+
+
+def chart(data: Sequence[Json], x: Json, y: Json, *remarks: str) -> Chart:
+    """A chart with one view and a legend.
+
+    On a logarithmic axis Plotly names 1, 2 and 5, or the powers of ten alone where the axis spans more than three of them.
+
+    Args:
+        data: the lines, as `curve` makes them.
+        x, y: the axes, as Plotly's layout has them.
+        remarks: sentences below the chart.
+
+    >>> line = curve(np.array([0.0, 1.0]), np.array([2.0, 3.0]), "loss", 0, "%{y}")
+    >>> chart([line], {}, share_axis("utilization"), "simulated").remarks
+    ('simulated',)
+    """
+    if x.get("type") == "log" and "tickvals" not in x:
+        values = [value for line in data for value in line["x"]]
+        x |= {"dtick": 1 if values and max(values) > 1e3 * min(values) else "D2"}
+    layout = {"xaxis": x, "yaxis": y, "hovermode": "closest", "showlegend": True}
+    return Chart([ChartState("", list(data), layout)], 420, remarks)

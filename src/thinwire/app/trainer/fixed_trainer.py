@@ -16,10 +16,10 @@ from thinwire.app.trainer.text_job import TextJob, TextProbe
 from thinwire.app.trainer.trainer import Trainer
 from thinwire.comm import Group
 from thinwire.comm.group import gather
+from thinwire.drivers.attached import Attached
 from thinwire.drivers.handshake import compare_settings
 from thinwire.drivers.unequal.driver import Unequal
 from thinwire.errors import CheckpointError, EndedError, LinkError, PacketError
-from thinwire.lab.methods import Attached, Codistill
 from thinwire.replica import Replica
 
 _RESUME = struct.Struct("=q?")  # inner steps that a rank has logged or saved; whether it can resume
@@ -39,10 +39,11 @@ class FixedTrainer(Trainer):
     def _attach(self, facts: dict[str, Any]) -> Replica | Attached:
         log, data = self.log, self.run.data
         tokens = float(self.batch * data.sequence * data.accumulate)
-        if isinstance(self.method, Codistill):
+        if self.method and self.method.traits.one_model_each:
             assert isinstance(self.job, TextJob), "`check` refuses others"
-            probe = TextProbe(self.job, self.model, self.method.probe, self.device, self.bf16)
-            talking = self.method.attach(
+            method: Any = self.method  # one with a probe set
+            probe = TextProbe(self.job, self.model, method.probe, self.device, self.bf16)
+            talking: Attached = method.attach(
                 self.model, self.optimizer, self.group, probe=probe, observer=log.emit, clock=log.seconds
             )
             self._log_start(talking.strategy, talking.fragments)

@@ -11,15 +11,12 @@ from torch import nn
 from thinwire import checkpoint
 from thinwire.app.jobs.base import Job
 from thinwire.app.jobs.own import OwnJob
-from thinwire.app.trainer.loops import check_method
 from thinwire.app.trainer.run import Run
 from thinwire.app.trainer.setup import learning_rate
 from thinwire.app.trainer.text_job import TextJob
 from thinwire.data_ledger.layout import decode
 from thinwire.drivers.token_weights import cannot_weigh, check_weighing
-from thinwire.drivers.unequal.composition import Composition
 from thinwire.errors import CheckpointError, ConfigurationError, DataError
-from thinwire.lab.methods import Codistill
 from thinwire.pieces.inner_optimizers import highest_rate
 from thinwire.pieces.own_files import taken_apart
 from thinwire.pieces.schedule import Calendar
@@ -144,11 +141,7 @@ def _check(run: Run, job: Job) -> nn.Module:
             raise ConfigurationError(
                 f"weigh='tokens' with {run.method.label}, which weighs replicas itself: leave one of them out."
             )
-        check_method(run, method)
-        if isinstance(method, Codistill) and isinstance(job, TextJob) and method.top >= job.corpus.vocabulary:
-            raise ConfigurationError(
-                f"top={method.top} of {job.corpus.vocabulary} tokens: fewer are needed; 8 is the default."
-            )
+        method.check_run(run, job)
         return model
     strategy = run.make_strategy()
     if weighs:
@@ -166,7 +159,7 @@ def _check(run: Run, job: Job) -> nn.Module:
 def _check_batches(run: Run) -> None:
     """Raise `ConfigurationError` if replicas cannot have micro-batches of different sizes in `run`."""
     given, method = f"batch={list(run.data.batches)} with", run.make_method()
-    if method and not isinstance(method, Composition):
+    if method and not method.traits.weighs_samples:
         raise ConfigurationError(
             f"{given} {run.method.label}, which does not weigh replicas by their samples; give one --batch for all, or choose "
             "streaming_sign, streaming_diloco or decoupled_diloco."

@@ -2,73 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from thinwire.app.jobs.base import Job
 from thinwire.app.trainer.place import ElasticPlace, Place
-from thinwire.app.trainer.placement import Placement
 from thinwire.app.trainer.run import Run
-from thinwire.drivers.unequal.composition import Composition
-from thinwire.errors import ConfigurationError
-from thinwire.lab.methods import Attached, Codistill, ControlVariates, Flasc, JustOneByte, Method, ZerothOrder
-from thinwire.lab.methods.codistill import Talking
-from thinwire.lab.pairs.composition import PairComposition
-from thinwire.lab.samples.composition import SampleComposition
-from thinwire.lab.samples.method import Plexus
+from thinwire.drivers.attached import Attached
 from thinwire.replica import Replica
-
-
-def check_method(run: Run, method: Method) -> None:
-    """Raise `ConfigurationError` if `method` cannot train `run`."""
-    if isinstance(method, Codistill):
-        if run.model.job:
-            raise ConfigurationError(
-                f"{run.method.label} with job={run.model.job!r}: replicas tell each other which token follows, so a language model is needed; leave "
-                "job out."
-            )
-        if method.probe % run.data.sequence:
-            raise ConfigurationError(
-                f"{run.method.label} with sequence={run.data.sequence}: the probe set is cut into such windows, and its {method.probe} positions "
-                f"of a step need to be a multiple; write codistill(probe={run.data.sequence * max(1, method.probe // run.data.sequence)})."
-            )
-    if isinstance(method, ControlVariates | Flasc) and method.sampled is not None:
-        _check_sampled(run.placement, run.method.label, method.sampled, method.every)
-    if isinstance(method, Flasc) and method.down < 1 and run.model.lora is None:
-        raise ConfigurationError(
-            f"{run.method.label} without lora: values that the hub does not send count as zero, which works for adapters but not for whole weights; "
-            "add --lora 8, or flasc(down=1)."
-        )
-    if isinstance(method, Plexus) and method.sample > run.placement.replicas:
-        raise ConfigurationError(
-            f"sample={method.sample} of {run.placement.replicas} replicas: at most all can be sampled; give more --replicas."
-        )
-    if run.data.accumulate > 1 and isinstance(method, JustOneByte):
-        raise ConfigurationError(
-            f"accumulate={run.data.accumulate} with {run.method.label}: its samples are its micro-batches; raise those instead."
-        )
-
-
-def _check_sampled(placement: Placement, label: str, sampled: int, every: int) -> None:
-    if sampled > placement.replicas:
-        raise ConfigurationError(
-            f"sampled={sampled} of {placement.replicas} replicas: at most all can be; give more --replicas."
-        )
-    needed = 1 + math.ceil(every / placement.checkpoint_every) if placement.checkpoint_every else 1
-    if placement.keep < needed:
-        raise ConfigurationError(
-            f"keep={placement.keep} with checkpoint_every={placement.checkpoint_every} and {label}: a replica that is not sampled is "
-            f"up to {every} steps ahead of the others, and would delete checkpoints that they still need; give --keep {needed}."
-        )
-
-
-def has_own_steps(method: Method | None) -> bool:
-    """Whether the replicas of `method` take unequal numbers of steps, so that each resumes from the newest of its own checkpoints. Before
-    any is attached; see `Attached.own_steps`.
-    """
-    if isinstance(method, PairComposition):
-        return len(set(method.slow)) > 1
-    return isinstance(method, Composition | SampleComposition)
 
 
 def evaluated_weights(replica: object) -> str:
@@ -84,7 +24,7 @@ def evaluated_weights(replica: object) -> str:
 
 def model_folder(run: Run, job: Job, place: Place | ElasticPlace, replica: object) -> Path:
     """The folder of the trained model: the run's folder; or if replicas have different models, a folder for each, as a run."""
-    if not isinstance(replica, Talking) or place.alone:
+    if not isinstance(replica, Attached) or not replica.strategy.traits.one_model_each or place.alone:
         return place.folder
     folder = place.folder / "models" / place.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,16 +35,16 @@ def model_folder(run: Run, job: Job, place: Place | ElasticPlace, replica: objec
 
 def micro_batches(accumulate: int, replica: object) -> float:
     """Micro-batches of an inner step, as the mean over all replicas."""
-    if isinstance(replica, ZerothOrder):
-        return replica.samples
-    return accumulate * (replica.share if isinstance(replica, Attached) else 1.0)
+    if not isinstance(replica, Attached):
+        return accumulate
+    return replica.samples or accumulate * replica.share
 
 
 def own_micro_batches(accumulate: int, replica: object) -> int:
     """Micro-batches of this replica's next inner step; none if it does not train in it."""
-    if isinstance(replica, ZerothOrder):
-        return replica.samples
-    return 0 if isinstance(replica, Attached) and replica.idle else accumulate
+    if not isinstance(replica, Attached):
+        return accumulate
+    return replica.samples or (0 if replica.idle else accumulate)
 
 
 def passes_multiple(before: int, after: int, every: int) -> bool:

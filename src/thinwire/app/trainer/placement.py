@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 from thinwire.app.trainer.checked_settings import CheckedSettings
 from thinwire.comm import Link
 from thinwire.comm.uplink import check_link
+from thinwire.drivers.attached import Method
 from thinwire.drivers.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
-from thinwire.lab.methods import Method
 from thinwire.membership.timeouts import grace_seconds
 from thinwire.strategy import Strategy
 

@@ -24,8 +24,8 @@ from thinwire.app.records.published import NOTHING, Change, FragmentVersion, Lay
 from thinwire.app.trainer.place import ElasticPlace, Place
 from thinwire.app.trainer.run import Run
 from thinwire.app.trainer.watch import watching
+from thinwire.drivers.attached import Attached
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.lab.methods import Attached
 from thinwire.pieces.partition import Fragment
 from thinwire.replica import Replica
 

@@ -6,19 +6,17 @@ from pathlib import Path
 
 from thinwire.app.records.events import LONGEST_LINE, recent_events
 from thinwire.app.records.run_record import RunRecord
-from thinwire.app.trainer.loops import has_own_steps
 from thinwire.app.trainer.run import Run
 from thinwire.app.trainer.trained import trains_on
 from thinwire.checkpoint import found_in, step_of
 from thinwire.errors import ConfigurationError
-from thinwire.lab.samples.composition import SampleComposition
 
 
 def cannot_resume(run: Run) -> str:
     """Why a run cannot be resumed, in words; "" if it can."""
-    if isinstance(run.make_method(), SampleComposition):
-        return f"a run with {run.method.label} cannot resume, because no replica knows which one has the newest model"
-    return ""
+    method = run.make_method()
+    why = method.traits.cannot_resume if method else ""
+    return f"a run with {run.method.label} cannot resume, {why}" if why else ""
 
 
 def complete(run: Run, folder: Path) -> bool:
@@ -47,7 +45,7 @@ def steps_taken(run: Run, folder: Path) -> int:
     newest = [max(steps) for steps in each if steps]
     if run.placement.elastic:  # replicas go on at the step of the one that is ahead
         return max(newest, default=0)
-    if has_own_steps(run.make_method()):
+    if run.own_steps:
         return sum(newest) // max(1, len(newest))
     return max(set.intersection(*each), default=0) if each else 0
 

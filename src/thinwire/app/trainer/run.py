@@ -17,24 +17,16 @@ from thinwire.app.trainer.checked_settings import check_batches, fits, unfit
 from thinwire.app.trainer.export import metadata_of
 from thinwire.app.trainer.model import SIZES
 from thinwire.app.trainer.placement import Placement
-from thinwire.app.trainer.settings import (
-    NAMED,
-    OF_THE_RECIPE,
-    DataSpec,
-    MethodSpec,
-    ModelSpec,
-    OptimizerSpec,
-    recipe_name,
-)
-from thinwire.catalogue.methods import RECIPES
+from thinwire.app.trainer.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, recipe_name
+from thinwire.catalogue.methods import NAMED, RECIPES
 from thinwire.catalogue.parsing import parse, pieces_of
-from thinwire.catalogue.registered import SETTINGS, registered
 from thinwire.choices import listed, nearest
+from thinwire.drivers.attached import Method
 from thinwire.errors import ConfigurationError
 from thinwire.files import write_whole
-from thinwire.lab.methods import Codistill, Method
 from thinwire.pieces.inner_optimizers import AdamW, Inner, Muon
 from thinwire.pieces.own_files import names_files, pin, pinned_file, remember, taken_apart, waits
+from thinwire.registered import setting
 from thinwire.strategy import Gradients, Strategy
 
 # settings that may differ between replicas, for `Run.shared`
@@ -122,7 +114,7 @@ class Run:
 
     def _check_models(self, strategy: Strategy | Method) -> None:
         models, replicas = self.model.models, self.placement.replicas
-        if not isinstance(strategy, Codistill):
+        if isinstance(strategy, Strategy) or not strategy.traits.one_model_each:
             raise ConfigurationError(
                 f"models={models} with strategy={self.method.label}, whose replicas hold one model; choose --strategy codistill, or give --model."
             )
@@ -216,7 +208,9 @@ class Run:
     def _default_lr(self) -> tuple[float, str]:
         by_width = self.model.job is None and self.model.model in SIZES and self.model.lora is None
         method = self.make_method()
-        inner = AdamW if isinstance(method, Codistill) else type(self.make_inner()) if method is None else None
+        inner: type[Inner] | None = type(self.make_inner()) if method is None else None
+        if method and method.traits.one_model_each:  # each is trained as its size is trained alone
+            inner = AdamW
         if by_width and inner in LR_AND_WIDTH:
             width, (factor, power) = SIZES[self.model.model].width, LR_AND_WIDTH[inner]
             divisor = f"{width}^{power:g}".removesuffix("^1")
@@ -240,6 +234,12 @@ class Run:
         """The method with its own loop, with the run's seed; None if this is a strategy."""
         made = self._composition()
         return None if isinstance(made, Strategy) else dataclasses.replace(made, seed=self.seed)  # type: ignore[type-var]
+
+    @property
+    def own_steps(self) -> bool:
+        """Whether replicas take unequal numbers of steps, so that each resumes from the newest of its own checkpoints."""
+        method = self.make_method()
+        return self.placement.elastic or bool(method and method.traits.own_steps)
 
     @property
     def has_versions(self) -> bool:
@@ -281,7 +281,7 @@ class Run:
         text = tuple(str(Path(path).absolute()) for path in self.data.text)
         given = self.counted_in_samples().settings()
         if given["topology"] and given["topology"].endswith(".json"):
-            given["topology"] = repr(registered(SETTINGS)["topology"](given["topology"]))
+            given["topology"] = repr(setting("topology")(given["topology"]))
         for name, value in given.items():
             for each in value if isinstance(value, tuple) else (value,):
                 if isinstance(each, str) and not each.isascii():
@@ -343,7 +343,8 @@ class Run:
     def shared(self) -> dict[str, Any]:
         """The settings that must be equal on all replicas, without the strategy and the model's tensors, which `Replica` compares itself."""
         shared = {n: value for n, value in self.settings().items() if n not in (*MAY_DIFFER, "lr")}
-        if isinstance(self.make_method(), Codistill):  # each replica has another model, on which the rate depends
+        method = self.make_method()
+        if method and method.traits.one_model_each:  # each replica has another model, on which the rate depends
             return shared
         # The model first, because a default rate depends on it.
         return shared | {"model": self._kind_of_model(), "lr": self.lr}

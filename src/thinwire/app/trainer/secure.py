@@ -22,13 +22,12 @@ from thinwire.app.trainer.run_folder import run_in
 from thinwire.comm import Group, parse_link
 from thinwire.comm.private_files import read_private
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.lab.star.reducing import reducing
-from thinwire.lab.star.with_hub import WithHub
 from thinwire.net import Hub, SecureGroup, join
 from thinwire.net.frames import with_reducer
 from thinwire.net.keys import write_private
 from thinwire.net.state import REDUCER
 from thinwire.pieces.own_files import shorten
+from thinwire.registered import setting
 
 _CORRECT = (
     "have it corrected and the hub started again with --run-file, or give each replica a run file of its own: thinwire join TOKEN run.toml "
@@ -47,7 +46,8 @@ def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | 
         write_private(folder / HUB / TOKEN, f"{hub.invite(replicas)}\n".encode())
         command = [sys.executable, "-m", "thinwire.app.trainer.secure", str(folder)]
         more = ["--resume"] if resume else []
-        with reducing(folder / HUB, replicas, str(folder), orphan_seconds=0.0) if run.needs_hub else nullcontext():
+        averages = setting("reduce").reducing if run.needs_hub else lambda *about, **how: nullcontext()
+        with averages(folder / HUB, replicas, str(folder), orphan_seconds=0.0):
             run_processes(run, folder, [([*command, str(index), *more], {}) for index in range(replicas)], tick, stop)
     finally:
         hub.close()
@@ -99,7 +99,7 @@ def _unsaid(text: str) -> None:
 
 
 def _replicas_of(run: Run, group: SecureGroup) -> Group:
-    return WithHub(group) if run.needs_hub else group
+    return setting("reduce").WithHub(group) if run.needs_hub else group
 
 
 def run_of_hub(path: Path, elastic: bool) -> Run:

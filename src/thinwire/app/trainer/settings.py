@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 from thinwire.app.trainer.checked_settings import CheckedSettings
 from thinwire.catalogue.methods import NAMED
 from thinwire.catalogue.parsing import PIECES, parse, pieces_of
-from thinwire.catalogue.registered import SETTINGS, registered
 from thinwire.choices import listed, nearest
 from thinwire.codecs import Codec
 from thinwire.drivers.attached import Method
@@ -23,6 +22,7 @@ from thinwire.pieces.aggregate import Aggregate
 from thinwire.pieces.own_files import shorten, taken_apart
 from thinwire.pieces.partition import Partition
 from thinwire.pieces.transforms import Clip
+from thinwire.registered import setting
 from thinwire.strategy import Strategy
 
 OF_THE_RECIPE = (
@@ -111,7 +111,7 @@ class MethodSpec(CheckedSettings):
             if self.liars is not None:
                 raise ConfigurationError(f"liars={self.liars} without an attack: give one, such as attack='ALIE'.")
             return None
-        return registered(SETTINGS)["attack"](self.attack)
+        return setting("attack")(self.attack)
 
     def _composed(self, clip: float) -> Strategy | Method:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
@@ -119,7 +119,7 @@ class MethodSpec(CheckedSettings):
             if name in given:
                 given[name] = parse(given[name], offered=pieces_of(kind), own_files=True)
         if self.topology is not None:
-            given["topology"] = registered(SETTINGS)["topology"](self.topology)
+            given["topology"] = setting("topology")(self.topology)
         if self.partition and self.fragments:
             raise ConfigurationError(
                 f"partition={self.partition!r} with fragments={self.fragments}: both set how the model is cut; give one of them."
@@ -134,9 +134,9 @@ class MethodSpec(CheckedSettings):
                 ]
                 advice = f" Choose --strategy {' or '.join(others[:3])} for it." if others else ""
                 raise ConfigurationError(f"{name} takes no {', '.join(foreign)}; it takes {', '.join(taken)}.{advice}")
-            made = NAMED[name](**given)
+            made: Strategy | Method = NAMED[name](**given)
             if isinstance(made, Strategy) and any(isinstance(one, Clip) for one in made.filters):
-                return NAMED[name](**(given | {"clip": clip}))
+                made = NAMED[name](**(given | {"clip": clip}))
             return made
         if name.isidentifier() and name not in PIECES:
             raise ConfigurationError(

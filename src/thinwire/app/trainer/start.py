@@ -16,7 +16,7 @@ from thinwire.app.jobs.base import Job, Share
 from thinwire.app.records.participation import CARRIER
 from thinwire.app.trainer.run import Run
 from thinwire.comm import parse_link
-from thinwire.lab.methods import Method
+from thinwire.drivers.attached import Method
 from thinwire.pieces.partition import Fragment
 from thinwire.strategy import Strategy
 from thinwire.version import __version__

@@ -1,6 +1,8 @@
 """Starts and restarts the replicas of an elastic run on this machine, each a process with a name that it keeps.
 
-    python -m thinwire.app.trainer.supervisor FOLDER NAME INDEX begin|resume WORDS LAUNCHER     one replica, as `train_elastic` starts it: see `meeting_of`
+    python -m thinwire.app.trainer.supervisor FOLDER NAME INDEX begin|resume WORDS LAUNCHER
+
+starts one replica, as `train_elastic` does: see `meeting_of`.
 
 A replica that dies is started again and resumes from its own newest checkpoint; if it dies again at once, the waits grow. A
 replica that ends with an error that a restart cannot cure (different settings, a full disk) is given up. The run

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from thinwire.app.jobs.base import Summed
 from thinwire.comm import Group
 from thinwire.comm.group import gather
+from thinwire.drivers.attached import Attached
 from thinwire.drivers.module_state import separate_gradients
 from thinwire.errors import PacketError
-from thinwire.lab.methods import Attached
 from thinwire.replica import Replica
 from thinwire.strategy import Gradients
 

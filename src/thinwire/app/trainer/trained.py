@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from thinwire import registered
 from thinwire.app.records.run_record import RunRecord
 from thinwire.app.trainer.adapters import merge_adapters
 from thinwire.app.trainer.export import stored_model
@@ -145,3 +146,18 @@ def at_the_anchors(
             parameters |= dict.fromkeys(spelled, value)
             begin = end
     return parameters
+
+
+def models_in(folder: Path) -> Any | None:
+    """What a package knows to read in `folder`, if it holds models other than a run's (entry points `thinwire.models`); None: nothing."""
+    kinds = registered.registered(registered.MODELS).values()
+    return next((kind.read(folder) for kind in kinds if kind.is_one(folder)), None)
+
+
+def scores_of(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """log p(target | tokens up to it), BT in fp64 on the CPU."""
+    if not tokens_BT.numel():  # a model reads at least one token
+        return targets_BT.double().cpu()
+    logs_BTV = model(tokens_BT).logits.float().log_softmax(-1)
+    of_targets_BT: Tensor = logs_BTV.gather(-1, targets_BT.unsqueeze(-1)).squeeze(-1)
+    return of_targets_BT.double().cpu()

@@ -42,12 +42,12 @@ from thinwire.app.trainer.tokens_mean import by_samples, descend
 from thinwire.app.trainer.watch import watching
 from thinwire.comm import CountedGroup, Group, Ledger, LinkedGroup, parse_link
 from thinwire.data_ledger import Reader
+from thinwire.drivers.attached import Attached, Method
 from thinwire.drivers.handshake import digest
 from thinwire.drivers.inner_steps import as_one
 from thinwire.drivers.module_state import clip, evaluating
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
 from thinwire.files import HeldFolder
-from thinwire.lab.methods import Attached, Method, ZerothOrder
 from thinwire.membership import Membership
 from thinwire.pieces.inner_optimizers import SharpnessAware, at_the_worst_point, highest_rate
 from thinwire.pieces.partition import Fragment
@@ -253,7 +253,7 @@ class Trainer(ABC):
         paused = replica.seconds
         lr = self._set_rates()
         tokens = self.batch * run.data.sequence * own_micro_batches(run.data.accumulate, replica)
-        if isinstance(replica, ZerothOrder):  # it has forward passes only, so there is no norm of a gradient
+        if isinstance(replica, Attached) and replica.samples:  # forward passes only, so there is no norm of a gradient
             self.model.eval()
             first, norm_value = replica.step * replica.samples, math.nan
             loss = replica.iterate(lambda sample: mean_of(self._loss(first + sample)))

@@ -20,7 +20,7 @@ from thinwire.drivers.elastic.plan import MOST_RECORD, MemberStatus
 from thinwire.drivers.rounds import StepTimer
 from thinwire.errors import DisagreementError, LinkError, PacketError
 from thinwire.exchange import Round
-from thinwire.exchange.record import Record, recorded
+from thinwire.exchange.record import Record, Watch, recorded
 from thinwire.membership.rendezvous import Membership
 from thinwire.membership.view import View
 
@@ -89,11 +89,11 @@ class EvictionVoter:
         """Count the votes. If a member must leave, this view is closed and holds no round: the others get the reason, and meet again; the
         evicted member leaves and raises `DisagreementError`. Returns "" if nobody must leave.
         """
-        if self._membership.evict is None:
+        if self._watch is None:
             return ""
         names = [member.name for member in view.members]
         said = dict(zip(names, (status.suspect for status in statuses)))
-        self._hear(names, statuses)
+        self._hear(self._watch, names, statuses)
         out = None if any(status.finishing for status in statuses) else outvoted(said, self._membership.least)
         if out is None:
             return ""
@@ -111,7 +111,7 @@ class EvictionVoter:
         view.close()
         return f"{out} was evicted ({why}); the next round is without it"
 
-    def _hear(self, names: Sequence[str], statuses: Sequence[MemberStatus]) -> None:
+    def _hear(self, watch: Watch, names: Sequence[str], statuses: Sequence[MemberStatus]) -> None:
         """Diagnose the records of one round: the last one that most members have records of."""
         records = [
             record for name, status in zip(names, statuses) if (record := _read(status.record, name)) is not None
@@ -120,7 +120,7 @@ class EvictionVoter:
         if not keys:
             return
         key = max(keys, key=lambda k: (keys[k], k))
-        found = self._watch.add([record for record in records if record.key == key])
+        found = watch.add([record for record in records if record.key == key])
         self._finding = next((finding for finding in found if finding.suspect in names), None)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.codecs import E3M0, Codec
+from thinwire.drivers.attached import Traits
 from thinwire.drivers.unequal.timeline import Timeline
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.feedback import Feedback
@@ -55,6 +56,10 @@ class Composition:
     slow: tuple[float, ...] = ()
     delay: int = 0
     seed: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(own_steps=True, weighs_samples=True)
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"partition": Partition, "codec": Codec, "down": Codec, "outer": Outer, "weigh": Weigh}

@@ -74,7 +74,7 @@ class Unequal(Attached):
     own_steps = True
     server = HOST  # the rank of the replica that runs the syncer
     beyond = 0  # reports about others, beside those about the replicas of this syncer
-    strategy: Composition  # type: ignore[assignment]  # the `Decoupled` that attached it
+    strategy: Composition  # type: ignore[assignment]  # the method that attached it
 
     def __init__(
         self, method: Composition, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,

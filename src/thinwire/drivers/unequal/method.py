@@ -23,7 +23,7 @@ from thinwire.types import Observer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoupled(Composition):
+class Decoupled(Composition, Method):
     """Each replica trains by itself and sends its deltas when they are due; a syncer averages those that have arrived.
 
     *Wire*, in a period of a replica: 80 + nbytes(codec) up; 56 + 17·M + nbytes(down) to each other replica from the one that hosts the syncer.

@@ -11,11 +11,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +148,29 @@ class Ensemble:
         model = make_model(ModelSpec(model=first), self.sequence, 0, self.tokenizer.vocabulary)
         model.load_state_dict({name: _mean([state[name] for state in states]) for name in states[0]})
         return TrainedModel(model.eval(), self.tokenizer, ModelSpec(model=first), None)
+
+    def as_one(self, say: Callable[[str], object]) -> TrainedModel:
+        """One model for the ensemble, whose weights are the mean of all experts'. Raises `ConfigurationError` if they have none."""
+        mean = self.mean()
+        if mean is None:
+            raise ConfigurationError(
+                f"{self.folder} has experts of different shapes, {', '.join(f'{one.domain} {one.parameters:,}' for one in self.experts)} parameters: "
+                "only equal ones have a mean. Use the ensemble with thinwire sample and evaluate, or export one expert's folder."
+            )
+        say(f"{self.folder}: the mean of the weights of {len(self.experts)} experts")
+        return mean
+
+    def evaluated(self, asked: Any) -> list[dict[str, Any]]:
+        """The rows of `thinwire evaluate`."""
+        from thinwire.lab.experts.evaluation import evaluated
+
+        return evaluated(self, asked)
+
+    def posterior(self, model: Mixture, tokens: Tensor) -> str:
+        """Which expert the `model` of all would ask next after the `tokens` [1, T], in words."""
+        after = model.posterior(model.scores(tokens[:, :-1], tokens[:, 1:]))[:, 0, -1].exp()
+        told = ", ".join(f"{one.domain} {share:.1%}" for one, share in zip(self.experts, after.tolist()))
+        return f"posterior over experts at the end: {told}"
 
     def _check_digest(self, expert: Expert) -> None:
         folder = self.folder / expert.domain

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.app.trainer.model import LanguageModel, Output, token_loss
+from thinwire.app.trainer.trained import scores_of
 from thinwire.errors import ConfigurationError
 
 DECAY = 0.3  # the share of the cached prior that a sequence keeps
@@ -80,15 +81,6 @@ class Mixture(nn.Module):
 
 
 @torch.no_grad()
-def scores_of(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """log p(target | tokens up to it), BT in fp64 on the CPU."""
-    if not tokens_BT.numel():  # a model reads at least one token
-        return targets_BT.double().cpu()
-    logs_BTV = model(tokens_BT).logits.float().log_softmax(-1)
-    of_targets_BT: Tensor = logs_BTV.gather(-1, targets_BT.unsqueeze(-1)).squeeze(-1)
-    return of_targets_BT.double().cpu()
-
-
 def cached_prior(mixture: Mixture, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
     """P(j) as an exponential moving average over sequences: P ← d · P + (1 − d) · P(j | sequence), starting from the uniform prior; d is `DECAY`.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.group import Group, Transfer
-from thinwire.drivers.attached import TAG, Attached, nbytes_to_all, silent
+from thinwire.drivers.attached import TAG, Attached, Method, Traits, nbytes_to_all, silent
 from thinwire.drivers.handshake import agree_on_resume, compare_settings, digest
 from thinwire.drivers.module_state import evaluating
 from thinwire.drivers.step_hooks import outermost
@@ -67,7 +67,7 @@ class ProbeSet(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codistill:
+class Codistill(Method):
     """Each replica has its own model, and learns from the predictions of the others on a shared probe set. See `codistill`.
 
     Args:
@@ -91,6 +91,26 @@ class Codistill:
     temperature: float = 1.0
     sharpness: float = 5.0
     seed: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(one_model_each=True)
+
+    def check_run(self, run: Any, job: Any) -> None:
+        if run.model.job:
+            raise ConfigurationError(
+                f"{run.method.label} with job={run.model.job!r}: replicas tell each other which token follows, so a language model is needed; leave "
+                "job out."
+            )
+        if self.probe % run.data.sequence:
+            raise ConfigurationError(
+                f"{run.method.label} with sequence={run.data.sequence}: the probe set is cut into such windows, and its {self.probe} positions "
+                f"of a step need to be a multiple; write codistill(probe={run.data.sequence * max(1, self.probe // run.data.sequence)})."
+            )
+        if self.top >= job.corpus.vocabulary:
+            raise ConfigurationError(
+                f"top={self.top} of {job.corpus.vocabulary} tokens: fewer are needed; 8 is the default."
+            )
 
     def __post_init__(self) -> None:
         whole = (self.every, self.delay, self.probe, self.top, self.warmup)

@@ -32,7 +32,16 @@ from torch import Tensor, nn
 from thinwire.codecs import Codec, Identity, encode_from
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
-from thinwire.drivers.attached import Attached, check_rounds, donor_and_behind, draw_names, nbytes_to_all, silent
+from thinwire.drivers.attached import (
+    Attached,
+    Method,
+    check_rounds,
+    check_sampled,
+    donor_and_behind,
+    draw_names,
+    nbytes_to_all,
+    silent,
+)
 from thinwire.drivers.handshake import agree_on_start, digest
 from thinwire.drivers.module_state import gradient, separate_gradients
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
@@ -43,7 +52,7 @@ from thinwire.types import Observer
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlVariates:
+class ControlVariates(Method):
     """Local SGD whose drift is controlled, S of N replicas at a time. The inner optimizer is plain SGD.
 
     *Wire*: (N−1)·(48 + nbytes(codec)) bytes from each of the S replicas in K steps, nothing from the others. *Memory*: 12 bytes a
@@ -72,6 +81,9 @@ class ControlVariates:
     sampled: int | None = None
     outer_lr: float = 1.0
     seed: int = 0
+
+    def check_run(self, run: Any, job: Any) -> None:
+        check_sampled(run, self.sampled, self.every)
 
     def __post_init__(self) -> None:
         if not isinstance(self.rule, Rule) or not isinstance(self.codec, Codec) or isinstance(self.codec, type):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from thinwire.codecs import Codec, Identity, TopK
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
-from thinwire.drivers.attached import TAG, Attached, check_rounds, draw_names, silent
+from thinwire.drivers.attached import TAG, Attached, Method, check_rounds, check_sampled, draw_names, silent
 from thinwire.drivers.handshake import digest
 from thinwire.drivers.step_hooks import outermost
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
@@ -43,7 +43,7 @@ UP, DOWN, FINAL = range(3)  # the kind of a message in its round
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flasc:
+class Flasc(Method):
     """The method: densities, inner steps a round, sampled replicas, the hub's learning rate.
 
     *Wire*, in a round: 48 + nbytes(up) from each replica that is drawn, 48 + nbytes(down) to each that the next round draws, 48 to each
@@ -74,6 +74,14 @@ class Flasc:
     outer_lr: float = 1e-2
     codec: Codec = Identity()
     seed: int = 0
+
+    def check_run(self, run: Any, job: Any) -> None:
+        check_sampled(run, self.sampled, self.every)
+        if self.down < 1 and run.model.lora is None:
+            raise ConfigurationError(
+                f"{run.method.label} without lora: values that the hub does not send count as zero, which works for adapters but not for whole "
+                "weights; add --lora 8, or flasc(down=1)."
+            )
 
     def __post_init__(self) -> None:
         if not (0 < self.up <= 1 and 0 < self.down <= 1):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
-from thinwire.drivers.attached import Attached, donor_and_behind, nbytes_to_all, silent
+from thinwire.drivers.attached import Attached, Method, donor_and_behind, nbytes_to_all, silent
 from thinwire.drivers.handshake import agree_on_start, digest
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
 from thinwire.lab.methods.perturbed import Shifted, begins
@@ -188,7 +188,7 @@ def _fp32(value: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JustOneByte:
+class JustOneByte(Method):
     """Fine-tune with forward passes only, one byte a value on the wire.
 
     The optimizer must be plain SGD; its learning rate is scaled by 1/√n as in the paper, so more replicas take longer steps.
@@ -214,6 +214,12 @@ class JustOneByte:
     seed: int = 0
 
     every = 1
+
+    def check_run(self, run: Any, job: Any) -> None:
+        if run.data.accumulate > 1:
+            raise ConfigurationError(
+                f"accumulate={run.data.accumulate} with {run.method.label}: its samples are its micro-batches; raise those instead."
+            )
 
     def __post_init__(self) -> None:
         if type(self.samples) is not int or not 1 <= self.samples <= 4096 or not 0 < self.radius < 1:
@@ -266,13 +272,9 @@ class ZerothOrder(Attached):
         super().__init__(method, model, optimizer, group, names, observer, clock)
         _check_plain(optimizer)
         self._shifted = Shifted(model, self.parameters)
-        self.log = Log(method.samples)
+        self.samples, self.log = method.samples, Log(method.samples)
         self._start = digest(self._tensors)
         self.meet(group, self.names)
-
-    @property
-    def samples(self) -> int:
-        return self.strategy.samples
 
     def iterate(self, losses: LOSSES) -> float:
         """One iteration; returns the mean of this replica's losses. `losses(j)` is the loss of sample j.

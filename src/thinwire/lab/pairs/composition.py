@@ -9,6 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
+from thinwire.drivers.attached import Method, Traits
 from thinwire.drivers.unequal.timeline import done
 from thinwire.errors import ConfigurationError
 from thinwire.lab.topology import Clocks, Ring, Topology, fitted_rates, meeting_rates
@@ -47,7 +48,7 @@ class Mixing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairComposition:
+class PairComposition(Method):
     """The topology, timing and codec of meetings; a frozen value.
 
     Args:
@@ -73,6 +74,10 @@ class PairComposition:
     rates: Literal["even", "fitted"] = "even"
     codec: Codec = Identity()
     seed: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(own_steps=len(set(self.slow)) > 1)
 
     def __post_init__(self) -> None:
         for name, kind in (("topology", Topology), ("partition", Partition), ("codec", Codec)):

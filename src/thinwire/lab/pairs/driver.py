@@ -54,13 +54,13 @@ class Pairing(Attached):
     ```
     """
 
-    strategy: PairComposition  # type: ignore[assignment]  # the method that attached it
+    strategy: PairComposition  # the method that attached it
 
     def __init__(
         self, method: PairComposition, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
         observer: Observer, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        super().__init__(method, model, optimizer, group, None, observer, clock)  # type: ignore[arg-type]
+        super().__init__(method, model, optimizer, group, None, observer, clock)
         self.fragments = method.partition.fragments(model)
         self._clocks: Clocks = method.clocks(group.size, len(self.fragments))
         self._mixing = method.mixing(group.size)

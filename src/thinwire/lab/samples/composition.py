@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from thinwire.drivers.attached import Method, Traits
 from thinwire.errors import ConfigurationError
 from thinwire.lab.samples.rules import SampleRules
 from thinwire.pieces.outer import Nesterov
@@ -13,7 +14,7 @@ HELLO = 30.0  # seconds between two heartbeats; over gloo a silence as long as t
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleComposition:
+class SampleComposition(Method):
     """A frozen value: the size of the sample that trains in a round, its inner steps, and the outer step.
 
     Args:
@@ -41,6 +42,10 @@ class SampleComposition:
     ping_timeout: float = 5.0
     patience: float = 300.0
     seed: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(own_steps=True, cannot_resume="because no replica knows which one has the newest model")
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1 or not self.ping_timeout > 0 or not self.patience > 0:

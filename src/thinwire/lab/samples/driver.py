@@ -54,13 +54,13 @@ class PlexusReplica(Attached):
     """
 
     own_steps = True
-    strategy: SampleComposition  # type: ignore[assignment]  # the `Plexus` that attached it
+    strategy: SampleComposition  # the `Plexus` that attached it
 
     def __init__(
         self, method: SampleComposition, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
         observer: Observer, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        super().__init__(method, model, optimizer, group, None, observer, clock)  # type: ignore[arg-type]
+        super().__init__(method, model, optimizer, group, None, observer, clock)
         self._claim = GroupClaim(group)
         self.introduce({})
         self._one = FragmentState(self.fragments[0], 0, torch.empty(self.fragments[0].numel), {}, {}, Identity())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from thinwire.comm.group import Group
 from thinwire.drivers.attached import silent
+from thinwire.errors import ConfigurationError
 from thinwire.lab.samples.composition import SampleComposition
 from thinwire.lab.samples.driver import PlexusReplica
 from thinwire.lab.samples.messages import Kind, SampleMessages
@@ -25,6 +27,12 @@ class Plexus(SampleComposition):
     >>> Plexus().nbytes_per_period(1_000_000, size=4)
     8000128
     """
+
+    def check_run(self, run: Any, job: Any) -> None:
+        if self.sample > run.placement.replicas:
+            raise ConfigurationError(
+                f"sample={self.sample} of {run.placement.replicas} replicas: at most all can be sampled; give more --replicas."
+            )
 
     def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
         return AdamW().make(model, lr, 0.1)

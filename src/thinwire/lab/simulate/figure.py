@@ -7,10 +7,9 @@ from random import Random
 
 import numpy as np
 
-from thinwire.app.report.charts import Chart, ChartState, Json, colour, rounded
+from thinwire.app.report.charts import Chart, chart, curve, share_axis
 from thinwire.lab.simulate import fabric
 from thinwire.lab.simulate.fabric import POLICIES, Fabric, Pattern
-from thinwire.lab.simulate.layers import Floats
 from thinwire.lab.simulate.overlap import ORDERS, RingReduction, overlapped_seconds, reduce_scatter, serial_seconds
 from thinwire.lab.simulate.pipeline import (
     Pipeline,
@@ -208,56 +207,3 @@ def _busiest(given: Fabric, policy: fabric.Policy, pattern: Pattern, flows: int,
         for _ in range(draws)
     ]
     return float(sum(found) / draws / best)
-
-
-def curve(x: Floats, y: Floats, name: str, number: int, hover: str, dashed: bool = False) -> Json:
-    """One line of a chart.
-
-    Args:
-        x, y: the points, float64 [n] each.
-        name: shown in the legend.
-        number: number of the colour.
-        hover: Plotly's template for the text at a point.
-        dashed: whether the line is dashed.
-
-    >>> curve(np.array([0.0, 1.0]), np.array([2.0, 3.0]), "loss", 0, "%{y}")["name"]
-    'loss'
-    """
-    line: Json = {"color": colour(number), "width": 2} | ({"dash": "dash"} if dashed else {})
-    return {
-        "type": "scatter", "mode": "lines", "x": rounded(x), "y": rounded(y), "name": name, "line": line,
-        "hovertemplate": hover + "<extra>" + name + "</extra>",
-    }  # fmt: skip
-
-
-def share_axis(title: str) -> Json:
-    """An axis from 0 to 100 %.
-
-    Args:
-        title: of the axis.
-
-    >>> share_axis("utilization")["tickformat"]
-    '.0%'
-    """
-    return {"title": {"text": title}, "range": [0, 1.02], "tickformat": ".0%"}
-
-
-def chart(data: Sequence[Json], x: Json, y: Json, *remarks: str) -> Chart:
-    """A chart with one view and a legend.
-
-    On a logarithmic axis Plotly names 1, 2 and 5, or the powers of ten alone where the axis spans more than three of them.
-
-    Args:
-        data: the lines, as `curve` makes them.
-        x, y: the axes, as Plotly's layout has them.
-        remarks: sentences below the chart.
-
-    >>> line = curve(np.array([0.0, 1.0]), np.array([2.0, 3.0]), "loss", 0, "%{y}")
-    >>> chart([line], {}, share_axis("utilization"), "simulated").remarks
-    ('simulated',)
-    """
-    if x.get("type") == "log" and "tickvals" not in x:
-        values = [value for line in data for value in line["x"]]
-        x |= {"dtick": 1 if values and max(values) > 1e3 * min(values) else "D2"}
-    layout = {"xaxis": x, "yaxis": y, "hovermode": "closest", "showlegend": True}
-    return Chart([ChartState("", list(data), layout)], 420, remarks)

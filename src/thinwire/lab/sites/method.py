@@ -11,7 +11,7 @@ from torch import nn
 
 from thinwire.codecs import E3M0, Codec
 from thinwire.comm.group import Group
-from thinwire.drivers.attached import silent
+from thinwire.drivers.attached import Method, silent
 from thinwire.drivers.unequal.messages import DOWN, UP, SyncerMessages
 from thinwire.errors import ConfigurationError
 from thinwire.lab.sites.composition import SiteComposition
@@ -22,7 +22,7 @@ from thinwire.types import Observer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Halos(SiteComposition):
+class Halos(SiteComposition, Method):
     """The replicas of a site train around its server; the servers train around a global one.
 
     >>> Halos(sites=2, apart=4).nbytes_between(1_000_000, size=4)  # an update and its reply

@@ -1,9 +1,8 @@
-"""`thinwire plan`: ranks settings for measured links and machines, with reasons. `plan fit`, `pack`, `topology` and `tp` are further commands."""
+"""`thinwire plan`: ranks settings for measured links and machines, with reasons. Packages add further commands as verbs "plan.NAME"."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.app.cli import figures, options
+from thinwire.app.cli.verbs import verbs
 from thinwire.app.plan import exchanges, explain
 from thinwire.app.plan.compute import shape_of
 from thinwire.app.plan.figure import frontier_chart, rates_chart
@@ -43,13 +43,6 @@ from thinwire.errors import ConfigurationError
 from thinwire.files import check_place
 from thinwire.membership.channel import LIGHTHOUSE_PORT
 from thinwire.net.token import HUB_PORT
-
-BESIDE = {
-    "fit": "a ladder of your own runs -> exponents, joint laws, training density",
-    "pack": "sequences of mixed lengths -> balanced micro-steps",
-    "tp": "a model -> how the ranks of a site would split it, with the rule of each parameter",
-    "topology": "graphs for gossip -> neighbours, spectrum, bytes on a link",
-}
 
 
 @dataclass(frozen=True)
@@ -109,10 +102,11 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if arguments and arguments[0] in BESIDE:
-        return int(importlib.import_module(f"thinwire.app.cli.plan.{arguments[0]}").main(list(arguments[1:])))
-    beside = "; ".join(f"`thinwire plan {name}`: {text}" for name, text in BESIDE.items())
-    about = f"Rank settings for given links and machines (predicted), and write the best one's run file. Further commands: {beside}."
+    beside = {name.partition(".")[2]: verb for name, verb in verbs().items() if name.startswith("plan.")}
+    if arguments and arguments[0] in beside:
+        return int(beside[arguments[0]].load().main(list(arguments[1:])))
+    further = "; ".join(f"`thinwire plan {name}`: {verb.about}" for name, verb in beside.items())
+    about = f"Rank settings for given links and machines (predicted), and write the best one's run file. Further commands: {further}."
     asked = options.read(Options, "plan", arguments, about)
     if asked.top < 1:
         raise ConfigurationError(f"top={asked.top}: at least 1 row is needed.")

@@ -23,9 +23,9 @@ from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.files import check_place
 from thinwire.lab.plan.graph import graph_chart, halving_seconds, within_budget
-from thinwire.lab.settings import topology_of
 from thinwire.lab.topology import Listed, Topology, check_size, fewest_meetings, meeting_rates, resistances, spectrum
 from thinwire.lab.topology.base import MOST_REPLICAS, Weights
+from thinwire.lab.topology.reading import topology_of
 
 TRIED = ("complete", "ring", "mesh", "torus", "exponential", "one_peer_exponential", "random_pairs", "random_regular")
 

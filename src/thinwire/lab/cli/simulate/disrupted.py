@@ -12,9 +12,9 @@ from rich.table import Table
 
 from thinwire.app.cli import figures, options
 from thinwire.errors import ConfigurationError
-from thinwire.lab.settings import topology_of
 from thinwire.lab.simulate.disrupted import Data, Disaster, Who, structure
 from thinwire.lab.simulate.figure import disrupted_chart
+from thinwire.lab.topology.reading import topology_of
 
 MOST_RUNS = 1000  # graphs, and runs
 

@@ -1,5 +1,12 @@
 """What installed packages add to Thinwire, by the entry points that they declare: pieces, methods, readers of settings, and verbs.
 
+    thinwire.pieces      modules (all in `__all__`) or mappings: names that a composition may call
+    thinwire.methods     the same: names for `--strategy`, each a function that makes a strategy or a method
+    thinwire.settings    by the setting's name: topology, attack (functions of its text), reduce (thinwire.lab.star.reducing)
+    thinwire.models      folders that hold models other than a run's: classes like thinwire.lab.experts.ensemble.Ensemble
+    thinwire.plans       functions (task, best) that return what `thinwire plan` refuses, with the numbers that say why
+    thinwire.verbs       by the verb's name, also "plan.VERB": values of thinwire.app.cli.verbs.Verb
+
 The parts of thinwire.lab come in by the same door: they stand in our own pyproject.toml. Nothing is loaded before a text is parsed, a
 method is chosen by its name, or a verb is run.
 """
@@ -14,7 +21,8 @@ from typing import Any
 
 from thinwire.errors import ConfigurationError
 
-PIECES, METHODS, SETTINGS, VERBS = (f"thinwire.{kind}" for kind in ("pieces", "methods", "settings", "verbs"))
+PIECES, METHODS, SETTINGS = "thinwire.pieces", "thinwire.methods", "thinwire.settings"
+MODELS, PLANS, VERBS = "thinwire.models", "thinwire.plans", "thinwire.verbs"
 REINSTALL = "Thinwire's own entry points are not installed: run `pip install` for it once more (`pip install -e .` in a checkout)."
 
 
@@ -44,6 +52,14 @@ def registered(group: str) -> Mapping[str, Any]:
                     f"{name!r} is in two entry points of {group}: {point.value} and another. Uninstall one of the two packages."
                 )
     return found
+
+
+def setting(name: str) -> Any:
+    """What a package has for the setting `name` of the command. Raises `ConfigurationError` if none has it."""
+    for point in points(SETTINGS):
+        if point.name == name:
+            return load(point)
+    raise ConfigurationError(f"{name}: no installed package has it. {'' if is_installed() else REINSTALL}".rstrip())
 
 
 def load(point: EntryPoint) -> Any:

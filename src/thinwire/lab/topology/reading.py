@@ -1,15 +1,12 @@
-"""Readers of settings that only the lab's methods have: what the entry point `thinwire.settings` names."""
+"""Reads the setting `topology`: what the entry point `thinwire.settings` names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from thinwire.catalogue.parsing import parse, pieces_of
 from thinwire.choices import listed
 from thinwire.errors import ConfigurationError
-from thinwire.lab.robust.attack_table import attack_of
 from thinwire.lab.topology import Topology, read_edges
 
 
@@ -25,6 +22,3 @@ def topology_of(text: str) -> Topology:
             f"topology={text!r} is a {type(made).__name__}; one of {listed(sorted(known.values()), 'thinwire docs gossip')} is needed."
         )
     return made
-
-
-READERS: dict[str, Callable[[str], Any]] = {"topology": topology_of, "attack": attack_of}
