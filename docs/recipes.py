@@ -24,9 +24,9 @@ import torch
 from thinwire import Strategy
 from thinwire.app.plan.memory import kept_nbytes
 from thinwire.app.trainer.model import SIZES, Transformer
-from thinwire.catalogue.methods import RECIPES
-from thinwire.drivers.unequal.method import DECOUPLED, Decoupled
-from thinwire.lab.methods import CODISTILL, METHODS, Averaged, Codistill, ControlVariates, Flasc, Method
+from thinwire.catalogue.methods import NAMED, RECIPES
+from thinwire.drivers.unequal.method import Decoupled
+from thinwire.lab.methods import Averaged, Codistill, ControlVariates, Flasc
 from thinwire.lab.pairs.method import AcceleratedPairs, Pairs
 from thinwire.lab.samples.method import Plexus
 from thinwire.lab.sites.method import Halos
@@ -38,7 +38,6 @@ from thinwire.strategy import Gradients
 ROOT = Path(__file__).parents[1]
 FAMILY, DEFAULTS = "benchmarks/results/family.json", "benchmarks/results/defaults.json"
 MODEL, REPLICAS = "tiny", 2  # those of `thinwire train` when nothing is said
-NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS | DECOUPLED | CODISTILL
 BLOCK = re.compile(r"(<!-- (wire|measured|recipes)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTROL = "data_parallel"
 

@@ -9,7 +9,7 @@ import pytest
 from trained_runs import trained_run
 
 import thinwire
-from thinwire.app.cli import VERBS, main, report
+from thinwire.app.cli import main, report
 from thinwire.app.trainer.run import Run
 from thinwire.errors import ConfigurationError
 
@@ -117,7 +117,7 @@ def test_a_system_error_has_no_traceback(capsys: pytest.CaptureFixture[str], mon
         raise OSError(28, "No space left on device", "run/summary.json")
 
     monkeypatch.setattr(report, "main", full)
-    assert "report" in VERBS and main(["report"]) == 1
+    assert main(["report"]) == 1
     assert capsys.readouterr().err == (
         "thinwire report: run/summary.json: No space left on device. Check the path, its permissions and the free space.\n"
     )

@@ -18,7 +18,6 @@ from trained_runs import SMALL, output_of, trained_run
 from thinwire.app.cli import main
 from thinwire.app.records.events import EventLog
 from thinwire.app.report.top import Top
-from thinwire.app.trainer.loops import has_own_steps
 from thinwire.app.trainer.run import Run
 from thinwire.app.trainer.trained import trained_model
 from thinwire.checkpoint import FORMAT, Checkpoint, read, write
@@ -118,7 +117,7 @@ def test_methods_with_own_steps_are_known_before_they_are_attached(method: Metho
         attached.close()
         return attached.own_steps
 
-    assert run_threads(2, attach) == [has_own_steps(method)] * 2
+    assert run_threads(2, attach) == [method.traits.own_steps] * 2
 
 
 def test_replicas_of_unequal_speed_have_checkpoints_of_their_own_steps(

@@ -11,7 +11,7 @@ import torch
 from strategies import METHODS
 
 import thinwire as tw
-from thinwire.lab.gradients.lgreco import choose
+from thinwire.lab.gradients.lgreco import LGreCo, choose
 from thinwire.rng import Key
 from thinwire.testing.toy import journey, toy, weighs
 from thinwire.testing.values import encoded, roundtrip
@@ -120,7 +120,7 @@ def stack(*energies):
 def test_the_choice_has_fewer_bytes_and_no_more_error_than_one_codec_for_all(codec):
     """Measured on encoded and decoded values, for each kind of codec."""
     x, shapes = stack(1.0, 0.01, 3.0, 0.1, 0.3, 0.03)
-    each, policy = tw.lab.codecs.Each(codec).fitted(shapes), tw.lab.gradients.lgreco.LGreCo()
+    each, policy = tw.lab.codecs.Each(codec).fitted(shapes), LGreCo()
     told = policy.decide(each, lambda begin, end: x[begin:end], x.numel(), Key())
     chosen = policy.at(each, x.numel(), 1, policy.told(each, told))
     assert chosen.nbytes(x.numel()) < each.nbytes(x.numel()) and chosen != each
@@ -133,7 +133,7 @@ def test_the_choice_has_fewer_bytes_and_no_more_error_than_one_codec_for_all(cod
 
 def test_a_tensor_of_small_values_gets_fewer_bytes():
     x, shapes = stack(1.0, 1e-4)
-    each, policy = tw.lab.codecs.Each(tw.codecs.TopK(0.05)).fitted(shapes), tw.lab.gradients.lgreco.LGreCo()
+    each, policy = tw.lab.codecs.Each(tw.codecs.TopK(0.05)).fitted(shapes), LGreCo()
     told = policy.decide(each, lambda begin, end: x[begin:end], x.numel(), Key())
     first, second = policy.at(each, x.numel(), 1, policy.told(each, told)).chosen
     assert second.density == 0.0125 and first.density > 0.05
@@ -141,14 +141,14 @@ def test_a_tensor_of_small_values_gets_fewer_bytes():
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 3e38])
 def test_signals_of_any_size_give_a_decision(value):
-    each, policy = tw.lab.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8))), tw.lab.gradients.lgreco.LGreCo()
+    each, policy = tw.lab.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8))), LGreCo()
     told = policy.decide(each, lambda begin, end: torch.full((128,), value)[begin:end], 128, Key())
     policy.told(each, told)
     assert value == 3e38 or not told.any()
 
 
 def test_a_fragment_without_matrices_sends_no_decision():
-    each, policy = tw.lab.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8,), ())), tw.lab.gradients.lgreco.LGreCo()
+    each, policy = tw.lab.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8,), ())), LGreCo()
     assert policy.tells(each, 0) == 0 and policy.at(each, 9, 5, policy.init(each)) == each
     assert policy.decide(each, lambda begin, end: torch.ones(9)[begin:end], 9, Key()).shape == (0,)
 
@@ -158,7 +158,7 @@ def test_a_single_candidate_is_chosen_where_it_loses_no_more():
     x, shapes = stack(1.0, 1e-4)
     each, policy = (
         tw.lab.codecs.Each(tw.codecs.Int(8, 64)).fitted(shapes),
-        tw.lab.gradients.lgreco.LGreCo((tw.codecs.Int(4, 64),), 1.01),
+        LGreCo((tw.codecs.Int(4, 64),), 1.01),
     )
     before = x.clone()
     told = policy.decide(each, lambda begin, end: x[begin:end], x.numel(), Key())
@@ -172,9 +172,9 @@ def test_a_single_candidate_is_chosen_where_it_loses_no_more():
 @pytest.mark.parametrize("told", [[11.0, 0.0], [-1.0, 0.0], [0.5, 0.0], [float("nan"), 0.0]])
 def test_an_invalid_decision_of_a_peer_is_refused(told):
     each = tw.lab.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8)))
-    assert tw.lab.gradients.lgreco.LGreCo().told(each, torch.tensor([10.0, 0.0]))["chosen"].tolist() == [10.0, 0.0]
+    assert LGreCo().told(each, torch.tensor([10.0, 0.0]))["chosen"].tolist() == [10.0, 0.0]
     with pytest.raises(tw.PacketError, match="whole numbers below 11 are needed"):
-        tw.lab.gradients.lgreco.LGreCo().told(each, torch.tensor(told))
+        LGreCo().told(each, torch.tensor(told))
 
 
 # ---- in a run
@@ -183,15 +183,13 @@ def test_an_invalid_decision_of_a_peer_is_refused(told):
 BITS = tw.Strategy(
     signal=tw.strategy.Gradients(),
     codec=tw.lab.codecs.Each(tw.codecs.Int(4, 8), least=8),
-    policy=tw.lab.gradients.lgreco.LGreCo(alpha=1.5, window=3),
+    policy=LGreCo(alpha=1.5, window=3),
 )
 RANKS = tw.Strategy(
     schedule=tw.pieces.schedule.Every(2),
     partition=tw.pieces.partition.Strided(2),
     codec=tw.lab.codecs.Each(tw.lab.codecs.LowRank(1), tw.codecs.Cast()),
-    policy=tw.lab.gradients.lgreco.LGreCo(
-        (tw.lab.codecs.LowRank(2), tw.codecs.Sign(), tw.codecs.Identity()), alpha=0.7, window=2
-    ),
+    policy=LGreCo((tw.lab.codecs.LowRank(2), tw.codecs.Sign(), tw.codecs.Identity()), alpha=0.7, window=2),
     feedback=tw.pieces.feedback.Feedback(),
 )
 
@@ -266,23 +264,23 @@ def test_chosen_codecs_are_part_of_the_packet_identity():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tw.lab.gradients.lgreco.LGreCo(alpha=0.0), "alpha > 0"),
-        (lambda: tw.lab.gradients.lgreco.LGreCo(alpha=float("inf")), "alpha > 0"),
-        (lambda: tw.lab.gradients.lgreco.LGreCo(window=0), "a window of at least 1 round"),
-        (lambda: tw.lab.gradients.lgreco.LGreCo(window=1.5), "a window of at least 1 round"),
-        (lambda: tw.lab.gradients.lgreco.LGreCo((tw.codecs.Int,)), "codecs are needed"),
-        (lambda: tw.lab.gradients.lgreco.LGreCo((3,)), "codecs are needed"),
+        (lambda: LGreCo(alpha=0.0), "alpha > 0"),
+        (lambda: LGreCo(alpha=float("inf")), "alpha > 0"),
+        (lambda: LGreCo(window=0), "a window of at least 1 round"),
+        (lambda: LGreCo(window=1.5), "a window of at least 1 round"),
+        (lambda: LGreCo((tw.codecs.Int,)), "codecs are needed"),
+        (lambda: LGreCo((3,)), "codecs are needed"),
         (
-            lambda: tw.lab.gradients.lgreco.LGreCo().codecs(tw.lab.codecs.Each(tw.codecs.TopK(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),))),
+            lambda: LGreCo().codecs(tw.lab.codecs.Each(tw.codecs.TopK(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),))),
             "a codec for each matrix is needed",
         ),
-        (lambda: tw.Strategy(codec=tw.codecs.TopK(), policy=tw.lab.gradients.lgreco.LGreCo()), "such as Each"),
-        (lambda: tw.Strategy(codec=tw.lab.codecs.Each(tw.codecs.Sign()), policy=tw.lab.gradients.lgreco.LGreCo()), "name some, as in LGreCo"),
-        (lambda: tw.Strategy(codec=tw.lab.codecs.Each(tw.codecs.TopK()), policy=tw.lab.gradients.lgreco.LGreCo(), exchange=tw.exchange.TwoShot()), "TwoShot"),
+        (lambda: tw.Strategy(codec=tw.codecs.TopK(), policy=LGreCo()), "such as Each"),
+        (lambda: tw.Strategy(codec=tw.lab.codecs.Each(tw.codecs.Sign()), policy=LGreCo()), "name some, as in LGreCo"),
+        (lambda: tw.Strategy(codec=tw.lab.codecs.Each(tw.codecs.TopK()), policy=LGreCo(), exchange=tw.exchange.TwoShot()), "TwoShot"),
         (
             lambda: tw.Strategy(
                 codec=tw.lab.codecs.Each(tw.codecs.TopK()),
-                policy=tw.lab.gradients.lgreco.LGreCo(),
+                policy=LGreCo(),
                 exchange=tw.exchange.Hierarchy((1, 1)),
             ),
             "choose Direct",

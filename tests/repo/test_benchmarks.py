@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import re
 import shutil
@@ -15,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.app.cli import VERBS
+from thinwire.app.cli.verbs import verbs
 from thinwire.app.trainer.run import PARTS
-from thinwire.catalogue.methods import RECIPES
-from thinwire.lab.methods import METHODS
+from thinwire.catalogue.methods import NAMED
 
 FILES = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 OTHERS = {"bind", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "porcelain"}  # torchft's lighthouse, git
@@ -27,7 +25,7 @@ OTHERS = {"bind", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "po
 @cache
 def options():
     """The names of all options of all verbs."""
-    modules = [importlib.import_module(f"thinwire.app.cli.{verb}") for verb in VERBS if verb != "resume"]
+    modules = [verb.load() for name, verb in verbs().items() if name != "resume"]
     kinds = [*(module.Options for module in modules if hasattr(module, "Options")), *PARTS.values()]
     return {field.name for kind in kinds for field in dataclasses.fields(kind)} | {"seed", "help"}
 
@@ -43,7 +41,7 @@ def texts(tree):
 
 def unknown(program):
     """What a program passes and Thinwire does not know."""
-    tree, known, makers = ast.parse(program), options(), RECIPES | METHODS
+    tree, known, makers = ast.parse(program), options(), NAMED
     own = {
         name.value.removeprefix("--")
         for call in ast.walk(tree)

@@ -13,12 +13,10 @@ import pytest
 from pages import ROOT
 from pieces import over
 
-from thinwire.catalogue.methods import RECIPES
+from thinwire.catalogue.methods import NAMED
 from thinwire.catalogue.parsing import PIECES
 from thinwire.codecs import Codec, RandomK
-from thinwire.drivers.unequal.method import DECOUPLED
 from thinwire.exchange import Exchange
-from thinwire.lab.methods import CODISTILL, METHODS
 
 if TYPE_CHECKING:
     from public_names import COMPOSED, DOCUMENTED, EXAMPLES, PUBLIC
@@ -170,7 +168,7 @@ def test_every_documented_name_is_checked_and_every_exemption_is_needed():
     assert len(PUBLIC) > 300
 
 
-@over("name", RECIPES | METHODS | DECOUPLED | CODISTILL)
+@over("name", NAMED)
 def test_methods_have_equation_difference_and_bytes(name):
     """Each `--strategy` docstring has an equation, a *Differs* and a *Wire* paragraph, and an example that predicts bytes."""
     text = inspect.getdoc(COMPOSED[name]) or ""

@@ -9,12 +9,13 @@ import torch
 
 import thinwire as tw
 from thinwire.codecs import E3M0, Cast, Identity, Int, Sign, TopK
+from thinwire.codecs.base import may_skip
 from thinwire.comm.group import WrappedGroup
 from thinwire.comm.rates import RateTrace
 from thinwire.errors import NonFiniteError, PacketError
 from thinwire.lab.codecs.deadlines import Deadlines
 from thinwire.lab.codecs.entropy import Entropy
-from thinwire.lab.codecs.levelled import Levelled, may_skip
+from thinwire.lab.codecs.levelled import Levelled
 from thinwire.lab.simulate.deadlines import fixed, observed, oracle, play
 from thinwire.pieces.partition import Whole
 from thinwire.pieces.schedule import Staggered

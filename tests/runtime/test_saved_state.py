@@ -13,6 +13,7 @@ import thinwire as tw
 from thinwire import recipes
 from thinwire.drivers.first_state import first_state
 from thinwire.drivers.saved_state import passing, restore, tensors_to_save
+from thinwire.lab import recipes as lab_recipes
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
 from thinwire.testing.strategies import Saved, fingerprint, frozen, save
@@ -112,8 +113,8 @@ def test_state_that_exists_at_times_is_saved_and_loaded() -> None:
     [
         tw.streaming_diloco(every=4, fragments=2, delay=2),
         recipes.eager_diloco(every=4),
-        recipes.co2(every=4),
-        recipes.d_psgd(every=4, delay=2),
+        lab_recipes.co2(every=4),
+        lab_recipes.d_psgd(every=4, delay=2),
     ],
 )
 def test_a_replica_at_work_goes_back_to_a_saved_state(strategy: tw.Strategy) -> None:
@@ -176,7 +177,7 @@ def test_loading_the_present_state_changes_nothing_and_keeps_no_memory(strategy:
 
 
 @pytest.mark.parametrize(
-    "strategy", [tw.streaming_diloco(every=4, fragments=1, delay=2), recipes.d_psgd(every=4, delay=2)]
+    "strategy", [tw.streaming_diloco(every=4, fragments=1, delay=2), lab_recipes.d_psgd(every=4, delay=2)]
 )
 @pytest.mark.parametrize("numel", [0, 3])
 def test_a_flight_without_its_whole_delta_is_refused(strategy: tw.Strategy, numel: int) -> None:

@@ -13,10 +13,8 @@ from importlib.util import find_spec
 from pages import PAGES, ROOT, blocks
 
 import thinwire as tw
-from thinwire.catalogue.methods import RECIPES
+from thinwire.catalogue.methods import NAMED
 from thinwire.catalogue.parsing import PIECES, parse
-from thinwire.drivers.unequal.method import DECOUPLED
-from thinwire.lab.methods import CODISTILL, METHODS
 
 PROTOCOLS: dict[str, object] = {
     kind.__name__: kind
@@ -33,7 +31,7 @@ PROTOCOLS: dict[str, object] = {
         tw.pieces.transforms.Filter,
     )
 }
-COMPOSED: dict[str, object] = RECIPES | METHODS | DECOUPLED | CODISTILL  # what `--strategy` takes
+COMPOSED: dict[str, object] = {**NAMED}  # what `--strategy` takes
 BESIDE: dict[str, object] = {
     each.__name__: each for each in (tw.pieces.partition.Fragment, tw.pieces.schedule.short_first, parse)
 }
