@@ -35,11 +35,15 @@ else:
 
     def _hint(name: str) -> str:
         """The module of ours that has `name`, in words."""
-        for module in (
-            () if name.startswith("_") else ("comm", "recipes", "codecs", "exchange", "membership", "methods")
-        ):
+        if name.startswith("_"):
+            return ""
+        for module in ("comm", "recipes", "codecs", "exchange", "membership"):
             if hasattr(_import_module(f"thinwire.{module}"), name):
                 return f"; it is thinwire.{module}.{name}"
+        registered = _import_module("thinwire.registered")
+        for group in (registered.METHODS, registered.PIECES):
+            if name in (found := registered.registered(group)):
+                return f"; it is {found[name].__module__}.{name}"
         return ""
 
     def __dir__() -> list[str]:

@@ -54,6 +54,15 @@ def registered(group: str) -> Mapping[str, Any]:
     return found
 
 
+def version_of(module: str) -> str:
+    """The name and the version of the package that adds pieces from `module`; "": it is ours, or of no package."""
+    top = module.partition(".")[0]
+    if top == "thinwire":
+        return ""
+    found = (point.dist for point in points(PIECES) if point.value.partition(":")[0].partition(".")[0] == top)
+    return next((f"{dist.name} {dist.version}" for dist in found if dist), "")
+
+
 def setting(name: str) -> Any:
     """What a package has for the setting `name` of the command. Raises `ConfigurationError` if none has it."""
     for point in points(SETTINGS):

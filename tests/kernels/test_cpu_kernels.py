@@ -276,14 +276,20 @@ def test_the_kernels_depend_on_device_and_layout():
     assert kernels.of(torch.zeros(8, device="meta")) is reference
 
 
-MODULES = ("numba_support", "cpu_dense", "cpu_levels", "cpu_sparse", "cpu_block")
+MODULES = tuple(
+    f"thinwire.{name}"
+    for name in (
+        *(f"kernels.{one}" for one in ("numba_support", "cpu_dense", "cpu_sparse", "cpu_block")),
+        "lab.codecs.cpu_levels",
+    )
+)
 
 
 def import_again() -> list[CPUDispatcher]:
     """Import the modules again, as in a process that has encoded nothing yet, and return their compiled functions."""
     for name in MODULES:
-        sys.modules.pop(f"thinwire.kernels.{name}", None)
-    modules = [importlib.import_module(f"thinwire.kernels.{name}") for name in MODULES]
+        sys.modules.pop(name, None)
+    modules = [importlib.import_module(name) for name in MODULES]
     return [value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)]
 
 
@@ -296,8 +302,9 @@ def forget():
 @pytest.fixture
 def fresh_kernels(monkeypatch):
     for name in MODULES:
-        monkeypatch.setitem(sys.modules, f"thinwire.kernels.{name}", sys.modules[f"thinwire.kernels.{name}"])
-        monkeypatch.setattr(kernels, name, getattr(kernels, name))
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+        package, _, module = name.rpartition(".")
+        monkeypatch.setattr(sys.modules[package], module, sys.modules[name])
     forget()
     yield import_again()
     forget()

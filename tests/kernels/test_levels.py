@@ -6,8 +6,8 @@ import torch
 from pieces import over
 
 from thinwire.codecs.bits import packed_nbytes
-from thinwire.kernels import reference
 from thinwire.lab.codecs import cpu_levels
+from thinwire.lab.codecs import reference_levels as reference
 from thinwire.lab.codecs.uniform import Levels
 from thinwire.testing.toy import same_bits
 

@@ -16,7 +16,8 @@ import pytest
 
 from thinwire.app.cli.verbs import verbs
 from thinwire.app.trainer.run import PARTS
-from thinwire.catalogue.methods import NAMED
+from thinwire.catalogue.methods import RECIPES
+from thinwire.lab.methods import METHODS
 
 FILES = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 OTHERS = {"bind", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "porcelain"}  # torchft's lighthouse, git
@@ -41,7 +42,7 @@ def texts(tree):
 
 def unknown(program):
     """What a program passes and Thinwire does not know."""
-    tree, known, makers = ast.parse(program), options(), NAMED
+    tree, known, makers = ast.parse(program), options(), {**RECIPES, **METHODS}
     own = {
         name.value.removeprefix("--")
         for call in ast.walk(tree)

@@ -54,7 +54,7 @@ def test_an_own_exchange_that_does_not_agree_is_refused_by_name():
     (group,) = tw.ThreadGroup.create(1)
     model = toy()
     with pytest.raises(
-        tw.ConfigurationError, match=r"Disagreeing\(\) declares that replicas do not agree, and is no Gossip"
+        tw.ConfigurationError, match=r"Disagreeing\(\) declares that replicas do not agree, and names no driver"
     ):
         tw.Replica(tw.Strategy(exchange=Disagreeing()), model, adamw(model), group)
 

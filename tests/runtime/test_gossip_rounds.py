@@ -32,7 +32,7 @@ def rounds(strategy):
 @pytest.mark.parametrize(("recipe", "nbytes"), [("noloco", 36), ("d_psgd", 20), ("choco", 13)])
 def test_the_buffers_of_a_round_are_those_of_its_page(recipe, nbytes):
     """θ; for each vector the mean and the values in the own packet; packets, rounded up. What is said (noloco: 8, choco: 4) is in no buffer."""
-    assert nbytes <= rounds(getattr(tw.recipes, recipe)(every=1)) <= 1.13 * nbytes
+    assert nbytes <= rounds(getattr(tw.lab.recipes, recipe)(every=1)) <= 1.13 * nbytes
 
 
 def test_one_vector_is_encoded_where_it_lies(monkeypatch):

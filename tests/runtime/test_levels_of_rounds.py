@@ -42,7 +42,7 @@ def test_deadlines_hear_when_rounds_depart_arrive_and_land(monkeypatch, beside, 
         def landed(self, late):
             self.told.append(("landed", late))
 
-    monkeypatch.setattr("thinwire.drivers.rounds.Deadlines", Noting)
+    monkeypatch.setattr("thinwire.lab.codecs.pacer.Deadlines", Noting)
     codec = Levelled((Identity(), Sign(block=64)), skips=1)
     strategy = tw.streaming_sign(every=4, delay=1, fragments=1, codec=codec, partition=Whole())
 

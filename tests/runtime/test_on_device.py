@@ -51,6 +51,6 @@ def test_rounds_of_whole_fragments_stay_on_the_device() -> None:
         recipes.streaming_sign(),
         recipes.streaming_diloco(anchors="device"),  # cut into pieces, each of which would be a call
         recipes.streaming_sign(anchors="device", exchange=tw.exchange.TwoShot()),
-        recipes.outer_dgc(anchors="device"),  # its filter keeps state in host memory
+        tw.lab.recipes.outer_dgc(anchors="device"),  # its filter keeps state in host memory
     ):
         assert not stays_on_device(other), other

@@ -97,7 +97,10 @@ class Exchange(Protocol):
 
     def driver(self, training: Any, fragments: Sequence[Fragment], group: Group, site: Group | None) -> Any:
         """The driver of a replica, if this exchange does not `agree`: such replicas hold no anchors."""
-        raise ConfigurationError(f"{self} does not agree, and names no driver of its replicas.")
+        raise ConfigurationError(
+            f"{self} declares that replicas do not agree, and names no driver for them; write its `driver`, or choose an exchange that agrees, "
+            "such as Direct()."
+        )
 
     def check_size(self, size: int) -> None:
         """Raise `ConfigurationError` if `size` replicas cannot use this exchange; `init` makes the checks that depend on a fragment."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from thinwire import trust
+from thinwire import registered, trust
 from thinwire.errors import ConfigurationError
 from thinwire.files import contents
 
@@ -179,12 +179,15 @@ def load(path: Path, digest: str | None, name: str) -> Any:
 
 
 def digests(value: object) -> dict[str, str]:
-    """For each piece from a user's own file in a strategy, method or piece: the digest of that file."""
-    return {
-        f"own file of {type(piece).__name__}": found
-        for piece in _nested(value)
-        if (found := getattr(sys.modules.get(type(piece).__module__), _DIGEST, None))
-    }
+    """For each piece in a strategy, method or piece that is not ours: the digest of the user's own file, or the version of its package."""
+    found: dict[str, str] = {}
+    for piece in _nested(value):
+        name, module = type(piece).__name__, type(piece).__module__
+        if digest := getattr(sys.modules.get(module), _DIGEST, None):
+            found[f"own file of {name}"] = digest
+        elif version := registered.version_of(module):
+            found[f"package of {name}"] = version
+    return found
 
 
 def _nested(value: object) -> Iterator[object]:

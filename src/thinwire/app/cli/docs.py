@@ -65,7 +65,7 @@ def _named(given: str, found: Collection[str]) -> str:
 
 def pages() -> dict[str, Path]:
     """The pages by name: beside the modules of an installed package, in the docs of a checkout."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     folder = next(
         folder for folder in (package / "docs", package.parents[1] / "docs") if (folder / "start.md").exists()
     )
