@@ -128,7 +128,7 @@ def test_verbs_equal_those_on_the_pages():
     assert {name for name in there if " " not in name} == {command.split()[0] for command in OPTIONS}
     beside = {f"simulate {study}" for study in STUDIES} | {name for name in there if " " in name}
     assert beside == {command for command in OPTIONS if " " in command}
-    assert all(f"thinwire {verb}" in tree for verb in there)
+    assert all(f"thinwire {verb}" in tree for verb in there if " " not in verb)
 
 
 def test_examples_in_docstrings_run():

@@ -92,7 +92,7 @@ def exported() -> Iterator[object]:
     """Yields what packages list in `__all__`, and all that the modules of `WHOLE` define."""
     for _, name, is_package in pkgutil.walk_packages(tw.__path__, "thinwire."):
         whole = name.startswith(WHOLE)
-        if (is_package or whole) and not name.startswith("thinwire.app.cli"):
+        if (is_package or whole) and not name.startswith(("thinwire.app.cli", "thinwire.lab.cli")):
             module = import_module(name)
             own = [n for n, thing in vars(module).items() if n[0] != "_" and getattr(thing, "__module__", "") == name]
             yield from (getattr(module, each) for each in [*getattr(module, "__all__", []), *(own if whole else [])])

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from thinwire import registered, trust
+from thinwire import trust
 from thinwire.errors import ConfigurationError
 from thinwire.files import contents
 
@@ -180,6 +180,8 @@ def load(path: Path, digest: str | None, name: str) -> Any:
 
 def digests(value: object) -> dict[str, str]:
     """For each piece in a strategy, method or piece that is not ours: the digest of the user's own file, or the version of its package."""
+    from thinwire import registered  # few strategies have such a piece
+
     found: dict[str, str] = {}
     for piece in _nested(value):
         name, module = type(piece).__name__, type(piece).__module__
