@@ -26,10 +26,11 @@ else:
         """A module, or a public name, at its first use: `thinwire lighthouse` and `thinwire --help` need no torch."""
         if not name.startswith("_") and _find_spec(f"thinwire.{name}"):
             return _import_module(f"thinwire.{name}")
-        if not name.startswith("_") or name == "__all__":
-            public = _import_module("thinwire.public")
-            globals().update({each: getattr(public, each) for each in public.__all__}, __all__=public.__all__)
-        if name in globals():
+        public = _import_module("thinwire.public")
+        if name == "__all__":
+            return public.__all__
+        if name in public.__all__:
+            globals()[name] = getattr(public, name)
             return globals()[name]
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}{_hint(name)}", name=name)
 
