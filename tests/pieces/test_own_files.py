@@ -1,4 +1,4 @@
-"""How a run file names a user's own Python file. Runs with such files: tests/lm/test_own_pieces.py."""
+"""How a run file names a user's own Python file. Runs with such files: tests/app/trainer/test_own_pieces.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two jobs of a user, and small runs that train them; the fixture `here` of tests/jobs writes their files."""
+"""Two jobs of a user, and small runs that train them; the fixture `here` of tests/app/jobs writes their files."""
 
 from __future__ import annotations
 

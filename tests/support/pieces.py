@@ -283,7 +283,7 @@ EXCHANGES = [
 ]
 AGGREGATES = [row(tw.pieces.aggregate.Mean(), "linear"), row(tw.pieces.aggregate.MeanOverSenders())]
 SIGNALS = [row(tw.strategy.Deltas()), row(tw.strategy.Gradients())]
-# tests/pieces/test_privacy.py holds its own laws
+# tests/lab/test_privacy.py holds its own laws
 PRIVACIES = [
     row(tw.lab.privacy.Privacy()),
     row(tw.lab.privacy.Privacy(0.25, 10.0, 1e-6)),

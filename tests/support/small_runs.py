@@ -1,4 +1,4 @@
-"""Small runs of the language model, for tests of its training; fixtures that train them are in tests/lm/conftest.py."""
+"""Small runs of the language model, for tests of its training; fixtures that train them are in tests/app/trainer/conftest.py."""
 
 from __future__ import annotations
 

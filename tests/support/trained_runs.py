@@ -1,4 +1,4 @@
-"""Runs that `thinwire train` makes for tests of other verbs; their fixtures are in tests/cli/conftest.py."""
+"""Runs that `thinwire train` makes for tests of other verbs; their fixtures are in tests/app/cli/conftest.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The fault matrix: eight faults among four replicas, with jitter, several seeds, equal and unequal links; each is diagnosed correctly.
 
-pytest -s -m slow tests/diagnosis/test_fault_matrix.py     prints the confusion table
+pytest -s -m slow tests/app/diagnosis/test_fault_matrix.py     prints the confusion table
 """
 
 from __future__ import annotations

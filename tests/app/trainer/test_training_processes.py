@@ -24,7 +24,7 @@ from thinwire.app.trainer import launch, run_folder
 from thinwire.app.trainer.run import Run
 from thinwire.errors import LinkError
 
-OWN = Path(__file__).parents[2] / "examples" / "own_pieces.py"
+OWN = Path(__file__).parents[3] / "examples" / "own_pieces.py"
 
 
 def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> None:

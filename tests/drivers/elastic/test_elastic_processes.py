@@ -25,7 +25,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str, str], subprocess.Popen[str]
     def replica(name: str, file: str) -> subprocess.Popen[str]:
         program = [
             sys.executable,
-            str(Path(__file__).parents[1] / "support" / "elastic_process.py"),
+            str(Path(__file__).parents[2] / "support" / "elastic_process.py"),
             lighthouse.address,
             name,
             str(tmp_path / "last"),

@@ -35,7 +35,7 @@ def text(tmp_path, monkeypatch):
     monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
     file = tmp_path / "text.txt"
     file.write_text("All that glisters is not gold. " * 4000)
-    # tests/plan/test_links_and_machines.py measures it, in a process
+    # tests/app/plan/test_links_and_machines.py measures it, in a process
     monkeypatch.setattr(doctor, "base_nbytes", lambda: 500_000_000)
     return file
 

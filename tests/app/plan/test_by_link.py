@@ -157,7 +157,7 @@ def test_doctor_names_the_rounds_that_a_run_will_take(step: list[float], capsys:
 
 def test_a_step_of_a_job_is_timed_with_its_own_optimizers(tmp_path: Path, capsys: Capture) -> None:
     """AdamW refuses the sparse gradients of this job, which has an optimizer for them."""
-    job = Path(__file__).parents[2] / "examples" / "workloads" / "experts.py"
+    job = Path(__file__).parents[3] / "examples" / "workloads" / "experts.py"
     short = ["--steps", "2", "--eval-every", "2", "--carrier", "threads", "--link", "20mbit,150ms"]
     assert main(["train", "--job", str(job), *short, "--out", str(tmp_path / "run")]) == 0
     assert "rounds: --every " in capsys.readouterr().out

@@ -20,7 +20,7 @@ from thinwire.catalogue.parsing import parse
 from thinwire.comm import run_threads
 from thinwire.pieces.own_files import digests, pin, shorten
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_pieces.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_pieces.py"
 SMALL = "--text text.txt --model nano --batch 1 --sequence 16 --eval-batches 1".split()  # noqa: SIM905
 EVERY = "--every 4 --delay 1 --checkpoint-every 4".split()  # noqa: SIM905
 PIECES = [

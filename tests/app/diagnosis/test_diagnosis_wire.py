@@ -27,7 +27,7 @@ class Bench:
 
     def __init__(self, space: Namespaces, folder: Path) -> None:
         self.space, self.folder = space, folder
-        program = [sys.executable, str(Path(__file__).parents[1] / "support" / "wire_diagnosed.py")]
+        program = [sys.executable, str(Path(__file__).parents[2] / "support" / "wire_diagnosed.py")]
         # Otherwise htb passes a large segment in one piece.
         for namespace, interface in zip(space.namespaces, space.interfaces):
             subprocess.run(["ip", "-n", namespace, "link", "set", interface, "gso_max_segs", "1"], check=True)

@@ -20,7 +20,7 @@ from thinwire.lab.cli.simulate.run import Options, make_scenario, skeleton
 from thinwire.lab.simulate.replicas import simulate
 from thinwire.lab.simulate.scenario import Failures, Scenario, Stragglers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ASKED = "--model nano --steps 60 --every 12 --delay 3 --link 2mbit,30ms --step-seconds 0.2"
 
 

@@ -32,7 +32,7 @@ from thinwire.membership.view import View
 
 __all__ = ["one_thread"]  # a fixture
 PASSING = State.ENDING, State.WAITING, State.KEEPING
-DOCS = Path(__file__).parents[2] / "docs" / "rounds.md"
+DOCS = Path(__file__).parents[3] / "docs" / "rounds.md"
 
 
 class Subject:

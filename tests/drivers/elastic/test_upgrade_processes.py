@@ -16,7 +16,7 @@ import pytest
 from thinwire.version import HUB_FRAMES, LIGHTHOUSE_MESSAGES, PROTOCOLS, Protocols
 
 pytestmark = pytest.mark.slow
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support"
 FAR = Protocols(PROTOCOLS.newest + 5, PROTOCOLS.newest + 7, "9.0")
 NAMES, LIMIT = "abc", 1200.0  # seconds after which a test has hung
 

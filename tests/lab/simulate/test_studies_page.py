@@ -8,7 +8,7 @@ import pytest
 
 from thinwire.app.cli import main
 
-PAGE = (Path(__file__).parents[2] / "docs/simulate.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/simulate.md").read_text()
 
 
 @pytest.mark.parametrize(

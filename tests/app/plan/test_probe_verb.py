@@ -22,7 +22,7 @@ from thinwire.app.plan.machine import Machine
 from thinwire.app.trainer.run import Run
 from thinwire.comm import Link, ThreadGroup
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 QUICK = ["--model", "nano", "--sequence", "16", "--seconds", "0.05", "--trips", "3"]
 
 

@@ -283,7 +283,7 @@ def test_an_unknown_method_is_refused():
 
 
 def test_the_table_in_the_docs_matches_the_study():
-    text = (Path(__file__).parents[2] / "docs/simulate.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/simulate.md").read_text()
     rows = text.split("<!-- needed -->")[1].split("<!-- end -->")[0].strip().splitlines()[2:]
     assert [row.strip("| ").split(" | ")[0] for row in rows] == list(STUDIED)
     for row in rows:

@@ -17,7 +17,7 @@ from thinwire.app.cli import main
 from thinwire.app.trainer import launch, run_folder
 from thinwire.app.trainer.run import Run
 
-OWN = Path(__file__).parents[2] / "examples" / "own_pieces.py"
+OWN = Path(__file__).parents[3] / "examples" / "own_pieces.py"
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def torchrun(processes: int, *arguments: str) -> dict[str, object]:
 @pytest.mark.slow
 def test_torchrun_gives_the_bytes_of_a_run_in_threads(run_file: Path, tmp_path: Path) -> None:
     """A codec and an exchange are of a user's own file, which each process finds by its full path in the run file. Processes that the
-    command starts get the same environment: tests/lm/test_training_processes.py.
+    command starts get the same environment: tests/app/trainer/test_training_processes.py.
     """
     own = {"codec": f"'{OWN}':Truncated(2)", "exchange": f"'{OWN}':DirectBelow(1000)"}
     Run.load(run_file).changed(**own).save(run_file)

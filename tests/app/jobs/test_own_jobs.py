@@ -168,7 +168,7 @@ def test_probe_plan_and_doctor_accept_a_job_and_the_plan_trains(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They use the job's parameters and step times. The batch is what the job collates, or one where it collates nothing."""
-    for module in ("app.plan.compute", "app.cli.doctor"):  # tests/plan/test_links_and_machines.py measures it
+    for module in ("app.plan.compute", "app.cli.doctor"):  # tests/app/plan/test_links_and_machines.py measures it
         monkeypatch.setattr(f"thinwire.{module}.base_nbytes", lambda: 500_000_000)
     for name, sizes, micro in (("plain", [1, 2], 8), ("job", [1], 1)):
         job = ["--job", f"{name}.py"]
