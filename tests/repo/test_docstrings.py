@@ -189,7 +189,7 @@ def test_pieces_have_equation_source_difference_and_bytes():
 
 def test_a_piece_that_leaves_something_out_is_reported():
     class Bare(Codec):
-        """Sends x = 3 in few bytes (a paper of 2024; docs/log.md, 2026-11-22).
+        """Sends x = 3 in few bytes (a paper of 2024; docs/experiments.md, 2026-11-22).
 
         Args:
             x: *Source*: none; *Differs*: nothing.

@@ -196,7 +196,7 @@ class HeavyBall(Outer):
     `lr` is η, `momentum` μ, `clip` φ, for each element. `gap` penalises deltas that are a round old (`Reset`) by the anchor's movement
     meanwhile, which is η·‖m‖; 0 turns it off. *Differs*: the paper measures Λ in inner steps, whose length a replica knows only
     for its own; here it is measured in the anchor's movement, which all replicas know. So it is larger if replicas move apart
-    (docs/log.md, 2026-11-21). Their released code uses a constant Λ, and its clip has no effect.
+    (docs/experiments.md). Their released code uses a constant Λ, and its clip has no effect.
 
     State: 4 bytes per parameter, and twice that during the step.
 

@@ -141,7 +141,7 @@ class DenseLast(Policy):
         codec of a round = dense if no inner step follows, otherwise the strategy's
 
     *Source*: none; our own. Meant for `KeepUnsent`: what was not sent is in the parameters there, so it is a sum of recent steps. With
-    feedback alone it is older, and a dense end does harm (docs/log.md, 2026-11-26).
+    feedback alone it is older, and a dense end does harm (docs/experiments.md).
 
     Args:
         dense: the codec of the last rounds, denser than the strategy's.

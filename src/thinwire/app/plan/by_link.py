@@ -1,7 +1,7 @@
 """Chooses the rounds of the default method for a link: H, codec and delay with the lowest loss after the same time. *Predicted*.
 
-After as many steps rarer rounds and longer delays end higher, but wait less. docs/log.md has both: 2026-11-23 for six kinds of model,
-2026-11-26 for the forms.
+After as many steps rarer rounds and longer delays end higher, but wait less. docs/experiments.md has both:
+for six kinds of model, and for the forms.
 """
 
 from __future__ import annotations

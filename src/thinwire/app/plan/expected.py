@@ -24,8 +24,8 @@ _EAGER = (
     ((35e6, 0.0169), (500e6, 0.0074), (1e9, 0.0080)),
 )
 _DELAY = 10  # a flight of up to so many steps costs less than 0.2 %
-# streaming_sign: its distance to data-parallel training as a share of DiLoCo's (2026-11-26), and the cost of each step of a flight after
-# the first, as a share of H, where a form's own was not measured (2026-11-22); with 0.18 M parameters, 500 steps and two replicas
+# streaming_sign: its distance to data-parallel training as a share of DiLoCo's, and the cost of each step of a flight after
+# the first, as a share of H, where a form's own was not measured; with 0.18 M parameters, 500 steps and two replicas
 _SIGN, _SIGN_DELAY = 0.1, 0.085
 _RATIO = (0.9 * TOKENS_PER_PARAMETER, 250.0)  # tokens per parameter: the laws, and 1 B on Dolma
 _OF_TOKENS = -0.0395  # d ln(loss) / d ln(tokens), 1 B on Dolma, from 25 to 100 and 250 billion tokens
@@ -42,8 +42,8 @@ class Form(NamedTuple):
     steps: int = 0  # of a run for which it is proposed; a shorter one ends higher than `above`
 
 
-# measured with 0.18 M parameters and two replicas after 500 steps (docs/log.md, 2026-11-22, -23 and -26); the last after 2,000
-# (there too, 2026-11-26), where after 500 it is 0.162 above, and what its delays add
+# measured with 0.18 M parameters and two replicas after 500 steps (docs/experiments.md); the last after 2,000
+# (there too), where after 500 it is 0.162 above, and what its delays add
 FORMS = (
     Form(4, None, 0.0, ((1, 0.0), (2, 0.008), (3, 0.037))),
     Form(7, "Sign(block=512)", 0.014, ((1, 0.0), (2, 0.009), (3, 0.025), (5, 0.054))),

@@ -51,7 +51,7 @@ OF_A_RUN = (
     *OF_THE_RECIPE,
 )  # `unlike` compares them
 LR = 6e-3  # peak learning rate of models without a known width
-# factor and power of the peak rate on the built-in sizes, such as 10.24 / width^1.5; docs/log.md has the experiments
+# factor and power of the peak rate on the built-in sizes, such as 10.24 / width^1.5; docs/experiments.md has the experiments
 LR_AND_WIDTH: dict[type[Inner], tuple[float, float]] = {AdamW: (10.24, 1.5), Muon: (1.92, 1.0)}
 
 

@@ -13,7 +13,7 @@ from thinwire.pieces.policy import Constant, DensityWarmup, Policy
 from thinwire.pieces.transforms import Clip, Moments, Momentum, Signs
 from thinwire.strategy import Gradients, Strategy
 
-SGD_RATE = 100.0  # times AdamW's learning rate: the best factor tried for SGD with momentum (docs/log.md, 2026-11-21)
+SGD_RATE = 100.0  # times AdamW's learning rate: the best factor tried for SGD with momentum (docs/experiments.md)
 
 
 def dgc(
