@@ -59,5 +59,5 @@ _HOMES = {
     "Replica": "replica",
     "Strategy": "strategy",
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 __getattr__ = lazily("thinwire", _HOMES)

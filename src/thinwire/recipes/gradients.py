@@ -6,8 +6,6 @@ from thinwire.codecs import Codec, Identity
 from thinwire.exchange import Direct, Exchange
 from thinwire.strategy import Gradients, Strategy
 
-SGD_RATE = 100.0  # times AdamW's learning rate: the best factor tried for SGD with momentum (docs/experiments.md)
-
 
 def data_parallel(*, codec: Codec = Identity(), exchange: Exchange = Direct()) -> Strategy:
     """The control: exchange the mean gradient at every step, as DistributedDataParallel does, in fp32 by default.

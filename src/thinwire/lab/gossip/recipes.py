@@ -7,12 +7,12 @@ from thinwire.lab.gossip.exchange import Gossip
 from thinwire.lab.gossip.gasloc import GASLoC
 from thinwire.lab.gossip.mgs import MGS
 from thinwire.lab.gossip.rules import AdaptThenCombine, Choco, GossipRule, NoLoCo, PushSum, Tracking
+from thinwire.lab.gradients.recipes import SGD_RATE
 from thinwire.lab.topology import MoshpitGrid, OnePeerExponential, RandomPairs, Ring, Topology
 from thinwire.pieces.inner_optimizers import SAM, SGD
 from thinwire.pieces.merge import Keep
 from thinwire.pieces.partition import Partition, Whole
 from thinwire.pieces.schedule import Every, Staggered
-from thinwire.recipes.gradients import SGD_RATE
 from thinwire.strategy import Strategy
 
 
