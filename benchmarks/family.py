@@ -23,7 +23,7 @@ from quality import compared, shown
 
 from thinwire.app.trainer.run import LR, Run
 from thinwire.catalogue.methods import NAMED, RECIPES
-from thinwire.recipes.gradients import SGD_RATE
+from thinwire.lab.gradients.recipes import SGD_RATE
 
 SETTINGS = {"model": "nano", "batch": 16, "sequence": 128, "checkpoint_every": 0}
 FEDERATED = ("fedavg", "scaffold", "scallion", "scafcom")

@@ -11,16 +11,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import hashlib, sys
+import copy, hashlib, sys
 from pathlib import Path
 import torch
 import thinwire as tw
 from thinwire import checkpoint
 
 def trained(steps, resumed_from=None, saved_at=None):
+    torch.manual_seed(0)  # here, because threads share the generator
+    first = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+
     def replica(group):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+        model = copy.deepcopy(first)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         folder = Path(sys.argv[1], str(group.rank))
         method = tw.streaming_sign(every=8, fragments=2, delay=2, partition=tw.pieces.partition.BySize(2))
