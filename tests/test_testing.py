@@ -30,7 +30,7 @@ OURS = [
             tw.lab.robust.by_products.Krum(1),
             tw.lab.robust.pre_aggregation.StaticClipping(tw.lab.robust.coordinates.Median()),
             *(tw.pieces.partition.Sequential(2), tw.pieces.schedule.Every(4, 2), tw.pieces.merge.Eager()),
-            *(tw.pieces.policy.DenseUntil(2), tw.pieces.transforms.Signs(), tw.pieces.inner_optimizers.SGD(0.9)),
+            *(tw.pieces.policies.DenseUntil(2), tw.pieces.transforms.Signs(), tw.pieces.inner_optimizers.SGD(0.9)),
         )
     ),
 ]
@@ -288,7 +288,7 @@ def test_the_page_lists_every_declaration_of_a_protocol():
         tw.pieces.outer.Outer,
         tw.pieces.merge.Merge,
         tw.pieces.policy.Policy,
-        tw.pieces.transforms.Filter,
+        tw.pieces.filters.Filter,
     ):
         own = {name for name in vars(protocol) if not name.startswith("_")} - protocol.__abstractmethods__
         # methods that do work, not declarations

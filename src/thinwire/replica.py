@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from thinwire import checkpoint
 from thinwire.comm.group import ElasticGroup, Group
 from thinwire.drivers.base import Driver, Training, anchored
 from thinwire.drivers.claim import GroupClaim
@@ -131,7 +130,7 @@ class Replica:
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
         last = optimizers_of_replica[-1]
         here = weakref.proxy(self)  # a hook of the optimizer must not keep this replica alive
-        self._loop_warnings.check_after_first_step(last, lambda: checkpoint.check(here, frozen=False))
+        self._loop_warnings.check_after_first_step(last, lambda: _check_saves(here))
         self._claim.take()
 
     @property
@@ -275,6 +274,13 @@ class Replica:
                 self.finish()
         finally:
             self.close()
+
+
+def _check_saves(replica: Any) -> None:
+    """Raise `CheckpointError` now if the first checkpoint would fail, and not hours later."""
+    from thinwire import checkpoint
+
+    checkpoint.check(replica, frozen=False)
 
 
 def _mean(told: Sequence[bytes]) -> float:

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
+from thinwire.pieces.partition import compact
 
 Path = tuple[Any, ...]  # keys and indices from the root to a value, its name first
 
@@ -147,16 +148,6 @@ def unpack(
         raise CheckpointError(
             f"{name} in the checkpoint cannot be read ({type(error).__name__}: {error}); it is damaged, or another version wrote it."
         ) from error
-
-
-def compact(tensor: Tensor) -> Tensor:
-    """The elements of an expanded tensor that have memory of their own, as a view of it: of `x.expand(8)` those of x. Others are as given."""
-    if tensor.layout != torch.strided:
-        return tensor
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if size > 1 and stride == 0:
-            tensor = tensor.select(dim, 0).unsqueeze(dim)  # `narrow` would keep the stride 0, which some views refuse
-    return tensor
 
 
 @dataclasses.dataclass(frozen=True)

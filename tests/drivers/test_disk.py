@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.drivers import disk as disk_module
-from thinwire.drivers.disk import DiskTensors
+from thinwire.drivers.disk import DiskTensors, Window
 from thinwire.drivers.elastic.driver import check
 from thinwire.drivers.saved_state import restore, tensors_to_save
-from thinwire.drivers.window import Window
 from thinwire.pieces.partition import BySize
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd
 

@@ -16,7 +16,7 @@ from thinwire import checkpoint
 from thinwire.drivers.base import Driver, Training
 from thinwire.drivers.deltas import DeltaDriver
 from thinwire.drivers.elastic.driver import ElasticDriver
-from thinwire.drivers.first_state import first_state
+from thinwire.drivers.fragment import first_state
 from thinwire.drivers.gradients import GradientDriver
 from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy, weights

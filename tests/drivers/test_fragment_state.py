@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.codecs import Identity
-from thinwire.drivers.first_state import first_state
-from thinwire.drivers.fragment import FragmentState, RoundUpdate
+from thinwire.drivers.fragment import FragmentState, RoundUpdate, first_state
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.filters import Filter
 from thinwire.pieces.guard import Guard, Judged
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Whole
-from thinwire.pieces.transforms import Filter
 from thinwire.types import State
 
 VALUES = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]  # a weight of 3 × 2, and two biases

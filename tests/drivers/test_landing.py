@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 import thinwire as tw
 from thinwire.drivers import deltas as delta_driver
 from thinwire.drivers.deltas import _move
-from thinwire.drivers.first_state import first_state
-from thinwire.drivers.fragment import FragmentState
+from thinwire.drivers.fragment import FragmentState, first_state
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole

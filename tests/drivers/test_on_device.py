@@ -9,7 +9,7 @@ from torch import Tensor
 import thinwire as tw
 from thinwire import recipes
 from thinwire.codecs import TopK
-from thinwire.drivers.on_device import stays_on_device
+from thinwire.drivers.fragment import stays_on_device
 from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy
 
 STRATEGIES = {

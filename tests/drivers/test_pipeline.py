@@ -26,7 +26,7 @@ IN_PARTS = tw.Strategy(schedule=tw.pieces.schedule.Every(2, 1), partition=tw.pie
 
 DENSE = tw.Strategy(
     schedule=tw.pieces.schedule.Every(2), codec=tw.codecs.TopK(0.5), feedback=tw.pieces.feedback.Feedback(),
-    policy=tw.pieces.policy.DenseLast(),
+    policy=tw.pieces.policies.DenseLast(),
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from strategies import METHODS
 
 import thinwire as tw
 from thinwire import recipes
-from thinwire.drivers.first_state import first_state
+from thinwire.drivers.fragment import first_state
 from thinwire.drivers.saved_state import passing, restore, tensors_to_save
 from thinwire.lab import recipes as lab_recipes
 from thinwire.pieces.feedback import Feedback

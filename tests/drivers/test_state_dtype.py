@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.app.trainer.run import Run
 from thinwire.codecs import E3M0, Codec, Sign, TopK
-from thinwire.drivers.first_state import first_state
-from thinwire.drivers.fragment import FragmentState
+from thinwire.drivers.fragment import FragmentState, first_state
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import HeavyBall, Nesterov, Outer

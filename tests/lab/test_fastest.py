@@ -12,7 +12,7 @@ from thinwire.codecs import TopK
 from thinwire.comm import Link
 from thinwire.exchange import Arrival
 from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.policy import DenseUntil
+from thinwire.pieces.policies import DenseUntil
 from thinwire.testing.toy import journey, same_bits, toy, weights
 
 
@@ -77,7 +77,7 @@ def test_a_choice_declares_the_feedback_of_its_owners():
     feedback = tw.pieces.feedback.Feedback()
     fastest = tw.lab.fastest.Fastest("1mbit", (tw.exchange.Direct(), tw.exchange.TwoShot(feedback)))
     assert fastest.feedback == feedback and tw.lab.fastest.Fastest("1mbit").feedback is None
-    policy = tw.pieces.policy.DenseUntil(4)
+    policy = tw.pieces.policies.DenseUntil(4)
     with pytest.raises(tw.ConfigurationError, match="all codecs need the same grain"):
         tw.Strategy(codec=tw.codecs.E3M0(), policy=policy, exchange=fastest)
 
@@ -88,7 +88,7 @@ def test_a_choice_is_refused_where_one_of_its_exchanges_is():
     with pytest.raises(tw.ConfigurationError, match=r"a center in 0\.\.2 is needed"):
         tw.lab.fastest.Fastest("1mbit", (direct, tw.lab.star.exchange.Star(3))).check_size(3)
     with pytest.raises(tw.ConfigurationError, match="a hub takes the mean of packets in one codec"):
-        policy = tw.pieces.policy.DenseUntil(4)
+        policy = tw.pieces.policies.DenseUntil(4)
         tw.Strategy(policy=policy, exchange=tw.lab.fastest.Fastest("1mbit", (direct, tw.lab.star.exchange.Star("hub"))))
     with pytest.raises(tw.ConfigurationError, match="so nothing is held back"):
         tw.Strategy(

@@ -236,7 +236,7 @@ def test_an_outer_step_moves_by_at_most_the_clip():
             "before clip and noise",
         ),
         (
-            lambda p: tw.Strategy(codec=tw.codecs.TopK(), policy=tw.pieces.policy.DensityWarmup(2), privacy=p),
+            lambda p: tw.Strategy(codec=tw.codecs.TopK(), policy=tw.pieces.policies.DensityWarmup(2), privacy=p),
             "choose the codec by the data",
         ),
         (lambda p: tw.Strategy(privacy=1.0), "Privacy"),

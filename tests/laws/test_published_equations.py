@@ -114,7 +114,7 @@ def test_power_sgd_restarts_after_rounds_without_a_signal(first):
     """After three rounds of zeros, or in fp32, Q is drawn again, and nothing of those rounds is held back."""
     gradients = given(MATRICES)
     strategy = tw.lab.recipes.power_sgd(
-        rank=2, policy=tw.pieces.policy.Constant() if first == "zeros" else tw.pieces.policy.DenseUntil(3)
+        rank=2, policy=tw.pieces.policy.Constant() if first == "zeros" else tw.pieces.policies.DenseUntil(3)
     )
     if first == "in full, by another exchange":
         strategy = replace(

@@ -9,7 +9,8 @@ import torch
 from pieces import FILTERS
 
 import thinwire as tw
-from thinwire.pieces.transforms import NEVER_KNOWN, said, settled
+from thinwire.pieces.filters import said, settled
+from thinwire.pieces.transforms import NEVER_KNOWN
 from thinwire.rng import Key
 from thinwire.testing.strategies import counted, counted_as_predicted
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, toy, weights
@@ -65,7 +66,7 @@ def test_filters_keep_the_claims_of_their_rows(row):
     assert {n: t.shape for n, t in a.states[0].items()} == {n: t.shape for n, t in due.items()}
     assert ("passes" in row.claims) == same_bits(torch.stack(a.estimates), signals(8))
     assert (
-        isinstance(row.piece, tw.pieces.transforms.Filter)
+        isinstance(row.piece, tw.pieces.filters.Filter)
         and row.piece.fitted(tw.codecs.Identity(), N, 1).init(0).keys() == due.keys()
     )
 

@@ -25,8 +25,7 @@ from thinwire.drivers.base import Training
 from thinwire.drivers.elastic.driver import ElasticDriver
 from thinwire.drivers.elastic.messages import Outcome, Ready
 from thinwire.drivers.elastic.plan import RoundPlan
-from thinwire.drivers.first_state import first_state
-from thinwire.drivers.fragment import FragmentState
+from thinwire.drivers.fragment import FragmentState, first_state
 from thinwire.exchange import send_queue
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.timeouts import Timeouts

@@ -297,11 +297,11 @@ FEEDBACKS = [
 ]
 POLICIES = [
     row(tw.pieces.policy.Constant()),
-    row(tw.pieces.policy.DenseLast()),
-    row(tw.pieces.policy.DenseUntil(3)),
-    row(tw.pieces.policy.DenseUntil(1, tw.codecs.Cast())),
-    row(tw.pieces.policy.DensityWarmup(2)),
-    row(tw.pieces.policy.DensityWarmup(1, (0.9, 0.5), tw.codecs.Cast("fp16"))),
+    row(tw.pieces.policies.DenseLast()),
+    row(tw.pieces.policies.DenseUntil(3)),
+    row(tw.pieces.policies.DenseUntil(1, tw.codecs.Cast())),
+    row(tw.pieces.policies.DensityWarmup(2)),
+    row(tw.pieces.policies.DensityWarmup(1, (0.9, 0.5), tw.codecs.Cast("fp16"))),
     row(tw.lab.gradients.lgreco.LGreCo(), "decides"),
     row(tw.lab.gradients.lgreco.LGreCo((tw.codecs.Int(2, 4), tw.codecs.Int(8)), 2.0, 3), "decides"),
 ]
@@ -376,7 +376,7 @@ for table, protocol in (
         (OUTERS, tw.pieces.outer.Outer),
         (MERGES, tw.pieces.merge.Merge),
         (EXCHANGES, tw.exchange.Exchange),
-        (FILTERS, tw.pieces.transforms.Filter),
+        (FILTERS, tw.pieces.filters.Filter),
     ),
     *((POLICIES, tw.pieces.policy.Policy), (AGGREGATES, tw.pieces.aggregate.Aggregate)),
 ):

@@ -22,13 +22,13 @@ PROTOCOLS: dict[str, object] = {
         tw.codecs.Codec,
         tw.exchange.Exchange,
         tw.pieces.aggregate.Aggregate,
-        tw.pieces.inner_optimizers.Inner,
+        tw.pieces.inner.Inner,
         tw.pieces.merge.Merge,
         tw.pieces.outer.Outer,
         tw.pieces.partition.Partition,
         tw.pieces.policy.Policy,
         tw.pieces.schedule.Schedule,
-        tw.pieces.transforms.Filter,
+        tw.pieces.filters.Filter,
     )
 }
 COMPOSED: dict[str, object] = {**NAMED}  # what `--strategy` takes

@@ -177,7 +177,7 @@ METHODS: dict[str, tw.Strategy] = {
         schedule=tw.pieces.schedule.Staggered(4, 3),
         partition=tw.pieces.partition.Strided(2),
         codec=tw.codecs.TopK(0.05, tw.codecs.E3M0(8, rounding="stochastic")),
-        policy=tw.pieces.policy.DensityWarmup(1, (0.9, 0.3, 0.1)),
+        policy=tw.pieces.policies.DensityWarmup(1, (0.9, 0.3, 0.1)),
         feedback=tw.pieces.feedback.Feedback(),
         merge=tw.pieces.merge.Mix(0.5),
     ),
@@ -192,7 +192,7 @@ METHODS: dict[str, tw.Strategy] = {
     "1-bit after a dense start": tw.Strategy(
         signal=tw.strategy.Gradients(),
         codec=tw.codecs.Sign("l2"),
-        policy=tw.pieces.policy.DenseUntil(5),
+        policy=tw.pieces.policies.DenseUntil(5),
         feedback=tw.pieces.feedback.Feedback(),
         exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()),
     ),

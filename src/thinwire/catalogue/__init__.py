@@ -52,9 +52,9 @@ from thinwire.pieces.partition import Whole as Whole
 
 # How the codec changes over time.
 from thinwire.pieces.policy import Constant as Constant
-from thinwire.pieces.policy import DenseLast as DenseLast
-from thinwire.pieces.policy import DenseUntil as DenseUntil
-from thinwire.pieces.policy import DensityWarmup as DensityWarmup
+from thinwire.pieces.policies import DenseLast as DenseLast
+from thinwire.pieces.policies import DenseUntil as DenseUntil
+from thinwire.pieces.policies import DensityWarmup as DensityWarmup
 
 # What changes deltas before the codec and estimates after it.
 from thinwire.pieces.transforms import Clip as Clip

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from thinwire.codecs.base import packet_nbytes as packet_nbytes
     from thinwire.codecs.base import rebuilt as rebuilt
     from thinwire.codecs.base import unwritten as unwritten
+    from thinwire.codecs.base import warm_up as warm_up
     from thinwire.codecs.block import E2M1 as E2M1
     from thinwire.codecs.block import E3M0 as E3M0
     from thinwire.codecs.block import E4M3 as E4M3
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from thinwire.codecs.transform import DCT as DCT
     from thinwire.codecs.transform import Hadamard as Hadamard
     from thinwire.codecs.transform import Squares as Squares
-    from thinwire.codecs.warm import warm_up as warm_up
 
 _HOMES = {
     **dict.fromkeys(("Codec", "Shapes", "check_finite", "nested", "packet_nbytes", "rebuilt", "unwritten"), "base"),
@@ -40,7 +40,7 @@ _HOMES = {
     "Sign": "sign",
     **dict.fromkeys(("ChunkedTopK", "RandomK", "TopK"), "sparse"),
     **dict.fromkeys(("DCT", "Hadamard", "Squares"), "transform"),
-    "warm_up": "warm",
+    "warm_up": "base",
 }
 __all__ = sorted(_HOMES)
 __getattr__ = lazily(__name__, _HOMES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -409,3 +410,39 @@ def check_kept(codec: Codec, feedback: object | None) -> None:
         raise ConfigurationError(
             f"{codec}: a skipped delta would be lost; give the strategy feedback=Feedback(), as streaming_sign has it, or choose skips=0."
         )
+
+
+def check_whole(codec: Any) -> None:
+    """Raise `ConfigurationError` if a setting of `codec` that is declared as a whole number is none, or has more than 64 bits."""
+    for field in fields(codec):
+        value = getattr(codec, field.name)
+        whole = field.type == "int" or (field.type == "int | None" and value is not None)
+        if whole and (type(value) is not int or not -(2**63) <= value < 2**63):
+            raise ConfigurationError(
+                f"{type(codec).__name__}({field.name}={value!r}): a whole number is needed, below 2**63."
+            )
+
+
+def warm_up(codec: Codec) -> None:
+    """Encode and decode once, so that compiled code is ready before the first round: seconds the first time on a machine, then milliseconds.
+    A process does so once for each codec.
+
+    Args:
+        codec: the codec of the coming rounds.
+
+    >>> from thinwire.codecs import Identity
+    >>> warm_up(Identity())
+    """
+    _warm(codec)  # type: ignore[arg-type]  # a frozen dataclass is hashable
+
+
+@lru_cache(maxsize=4096)
+def _warm(codec: Codec) -> None:
+    codec = codec.fitted(((1 << 8, 1 << 8),))
+    x = torch.ones(1 << 16)  # enough elements to compile all branches
+    payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+    for eighths in range(9):
+        form = codec.within(eighths / 8, x.numel())
+        if eighths == 8 or form is not codec:
+            form.encode(x, payload, Key())
+            form.decode_add(payload, x, Key())

@@ -26,8 +26,8 @@ from thinwire.drivers.model_buffers import FrozenWeights
 from thinwire.drivers.module_state import export_state
 from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.packet import HEADER_NBYTES, STOP, Header, empty_packet, open_packet, payload, seal
-from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
+from thinwire.pieces.piece import digests
 from thinwire.rng import derive
 from thinwire.types import Observer
 

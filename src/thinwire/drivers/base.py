@@ -26,7 +26,7 @@ from thinwire.drivers.module_state import reshard
 from thinwire.drivers.optimizer_copies import WeightCopies
 from thinwire.drivers.saved_state import names, restore, tensors_to_save
 from thinwire.errors import ConfigurationError, ModelError
-from thinwire.pieces.inner_optimizers import highest_rate
+from thinwire.pieces.inner import highest_rate
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Adaptive, Calendar
 from thinwire.strategy import Gradients, Strategy

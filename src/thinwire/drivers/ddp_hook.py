@@ -19,15 +19,14 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.codecs import in_full
 from thinwire.comm.group import Group
 from thinwire.drivers.claim import GroupClaim
-from thinwire.drivers.first_state import first_state
-from thinwire.drivers.fragment import FragmentState, RoundUpdate
+from thinwire.drivers.fragment import FragmentState, RoundUpdate, first_state
 from thinwire.drivers.gradients import Stepped
 from thinwire.drivers.handshake import compare_settings
+from thinwire.drivers.inner_steps import outermost
 from thinwire.drivers.rounds import RoundPipeline
-from thinwire.drivers.step_hooks import outermost
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
-from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, trainable
+from thinwire.pieces.piece import digests
 from thinwire.strategy import Gradients, Strategy
 
 

@@ -17,12 +17,12 @@ from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.drivers.base import Training
 from thinwire.drivers.flights import FixedGroupDriver, Flights
-from thinwire.drivers.fragment import DROPPED, FragmentState, RoundUpdate, held_by
+from thinwire.drivers.fragment import DROPPED, FragmentState, RoundUpdate, held_by, stays_on_device
 from thinwire.drivers.handshake import agree_on_resume, digest
-from thinwire.drivers.on_device import stays_on_device
-from thinwire.drivers.recovery import start_again
+from thinwire.drivers.module_state import clear
+from thinwire.drivers.rounds import WEIGHTS, or_flags
 from thinwire.drivers.token_weights import check_saved, check_unchanged, tokens_of_step
-from thinwire.drivers.window import Window
+from thinwire.exchange import Buffers
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
 
@@ -40,7 +40,11 @@ class DeltaDriver(FixedGroupDriver):
                 fragment.device = fragment.anchor.device
                 fragment.feedback = {name: kept.to(fragment.device) for name, kept in fragment.feedback.items()}
         self._ended, self._by_tokens = False, training.tokens is not None
-        self._window = Window(training) if training.strategy.anchors == "disk" else None
+        self._window = None
+        if training.strategy.anchors == "disk":
+            from thinwire.drivers.disk import Window
+
+            self._window = Window(training)
         s = training.strategy
         plain = (s.outer, s.codec, s.feedback, s.filters, s.privacy) == (Average(), Identity(), None, (), None)
         # One replica that averages with itself must equal the inner optimizer alone (law 2); anchor − (anchor − θ) would round.
@@ -204,3 +208,24 @@ def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
                 kernels.of(own, before, by, after).carry(own, before, by, after)
             else:
                 own.add_((held_by(own, after) - (held_by(own, before) - by)).to(own.device))
+
+
+def start_again(training: Training, site: Group | None = None, buffers: Buffers | None = None) -> bool:
+    """Go back to the anchors if this replica's weights are not finite, and clear such values in optimizer and buffers. Returns whether.
+
+    `site` is the group of the ranks of a sharded replica: all go back, or none. Finite weights stay; then the refused delta is older
+    than the last restart. What the fragments hold of their own returns to `buffers`; a delta in flight, with its round.
+    """
+    bad = not all(fragment.finite() for fragment in training.fragments)
+    if or_flags(site, (int(bad),), WEIGHTS) == (0,):
+        return False
+    training.warn("this replica's weights were not finite; it restarts from the anchors")
+    for fragment in training.fragments:
+        flies = fragment.flight is not None and fragment.flight.delta is fragment.own
+        if buffers:
+            buffers.give(fragment.deviation, *fragment.deviation_state.values(), None if flies else fragment.own)
+        fragment.deviation, fragment.own, fragment.deviation_state = None, None, {}
+        fragment.counted = training.trained  # what was trained since is in no delta
+    training.load_anchors()
+    clear(training.model, training.optimizer)
+    return True

@@ -12,8 +12,7 @@ from torch import Tensor
 from thinwire.comm.group import Group
 from thinwire.drivers.anchor_digests import AnchorDigests
 from thinwire.drivers.base import Driver, Training
-from thinwire.drivers.first_state import first_state
-from thinwire.drivers.fragment import FragmentState, RoundUpdate
+from thinwire.drivers.fragment import FragmentState, RoundUpdate, first_state
 from thinwire.drivers.handshake import agree_on_start, check_start, introduce
 from thinwire.drivers.rounds import RoundPipeline
 from thinwire.drivers.saved_state import delta_in_flight, tensors_to_save

@@ -9,25 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, in_full
-from thinwire.drivers.disk import DiskTensors
+from thinwire.codecs.device import whole_anywhere
 from thinwire.drivers.monitor import Operation
-from thinwire.drivers.on_device import stream_of
-from thinwire.drivers.state_dtype import in_fp32, part_in_fp32, store
-from thinwire.exchange import Buffers
+from thinwire.exchange import Buffers, Direct
 from thinwire.exchange.buffers import CPU
+from thinwire.pieces.aggregate import Mean
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.filters import Filter, said, settled
 from thinwire.pieces.guard import Guard, Judged, norm_of
 from thinwire.pieces.merge import Merge
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Fragment, local
-from thinwire.pieces.policy import Policy
-from thinwire.pieces.transforms import Filter, said, settled
+from thinwire.pieces.policy import Deciding, Policy
 from thinwire.strategy import Strategy
 from thinwire.types import State
 
@@ -57,7 +59,9 @@ class FragmentState:
     counted: float = 0.0  # tokens trained before the last counted delta departed, if they are counted
     flight: RoundUpdate | None = None
     own: Tensor | None = None  # if a round takes a whole period: the own delta in flight
-    disk: DiskTensors | None = None  # the file that holds anchor, outer state and feedback; None: they are in memory
+    disk: Any | None = (
+        None  # DiskTensors: the file that holds anchor, outer state and feedback; None: they are in memory
+    )
     deviation: Tensor | None = None  # eager updates only: the difference between this replica and the anchor
     deviation_state: State = field(default_factory=dict)
     touched: Callable[[], None] = field(
@@ -167,6 +171,8 @@ class FragmentState:
 
     def move_to_disk(self) -> None:
         """Move anchor, outer state and feedback into a file."""
+        from thinwire.drivers.disk import DiskTensors  # few runs need it
+
         self.disk = DiskTensors([self.anchor, *self.state.values(), *self.feedback.values()])
         self.anchor, *others = self.disk.tensors
         self.state = dict(zip(self.state, others))
@@ -420,3 +426,66 @@ class RoundUpdate:
 
     def _like(self, state: State) -> dict[str, Tensor]:
         return {name: self._buffers.like(kept) for name, kept in state.items()}
+
+
+def in_state_dtype(state: State, strategy: Strategy, anchor: Tensor) -> State:
+    """`state` with those tensors in the strategy's `state_dtype` that have a value for each parameter of `anchor`."""
+    if strategy.state_dtype == "fp32":
+        return state
+    return {name: kept.to(torch.bfloat16) if kept.numel() == anchor.numel() else kept for name, kept in state.items()}
+
+
+def in_fp32(state: State) -> State:
+    """`state` in fp32: what is in fp32 itself, copies of the rest."""
+    return {name: kept.float() for name, kept in state.items()}
+
+
+def part_in_fp32(state: State, begin: int, end: int) -> State:
+    """Elements `begin` … `end` of `state` in fp32: views of what is in fp32, copies of the rest."""
+    return {name: kept[begin:end].float() for name, kept in state.items()}
+
+
+def store(values: State, into: State, begin: int, end: int) -> None:
+    """Round `values` to elements `begin` … `end` of `into`: to nearest, ties to even, so to the same bits on all machines."""
+    for name, value in values.items():
+        if into[name].dtype != value.dtype:
+            into[name][begin:end].copy_(value)
+
+
+def stays_on_device(strategy: Strategy) -> bool:
+    """Whether the rounds of `strategy` stay on the device of the model.
+
+    >>> from thinwire import streaming_diloco, streaming_sign
+    >>> stays_on_device(streaming_sign(anchors="device")), stays_on_device(streaming_diloco(anchors="device"))
+    (True, False)
+    """
+    plain = isinstance(strategy.exchange, Direct) and isinstance(strategy.aggregate, Mean) and not strategy.filters
+    decides = isinstance(strategy.policy, Deciding)  # it measures values on the host
+    return strategy.anchors == "device" and plain and not decides and whole_anywhere(strategy.codec)
+
+
+def stream_of(values: Tensor) -> Callable[[], AbstractContextManager[object]]:
+    """Makes contexts in which other threads' work on the device of `values` follows what this thread has queued there."""
+    return partial(torch.cuda.stream, torch.cuda.current_stream(values.device)) if values.is_cuda else nullcontext
+
+
+def first_state(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: int) -> FragmentState:
+    """A replica's first state of `fragment`."""
+    parts = [local(p.detach()) for _, p in fragment.parameters]
+    device = parts[0].device if strategy.anchors == "device" else CPU
+    anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
+    feedback = in_state_dtype(strategy.feedback.init(anchor.numel()), strategy, anchor) if strategy.feedback else {}
+    codec = strategy.codec.fitted(fragment.shapes)
+    strategy.aggregate.check(size)
+    memory = strategy.exchange.init(codec, anchor.numel(), rank, size)
+    aggregated = strategy.aggregate.init(strategy.exchange.owns(codec, anchor.numel(), rank, size), size)
+    filters = tuple(one.fitted(codec, anchor.numel(), size) for one in strategy.filters)
+    filtered = tuple(one.init(anchor.numel()) for one in filters)
+    policy, state = strategy.policy.init(codec), in_state_dtype(strategy.outer.init(anchor), strategy, anchor)
+    guard = strategy.guard.init() if strategy.guard and strategy.guards else {}
+    held = FragmentState(
+        fragment, index, anchor, state, feedback, codec, memory, aggregated, policy, filters, filtered, guard
+    )
+    if strategy.anchors == "disk":
+        held.move_to_disk()
+    return held

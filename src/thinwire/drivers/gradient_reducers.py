@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.group import Group, WrappedGroup
-from thinwire.comm.torch import TorchGroup
 from thinwire.errors import ModelError
 from thinwire.pieces.partition import is_sharded
 
@@ -84,4 +83,4 @@ def _ranks_of(site: Group | None) -> tuple[set[int], int]:
     carrier: object = site
     while isinstance(carrier, WrappedGroup):
         carrier = carrier.group
-    return set(carrier.world_ranks) if isinstance(carrier, TorchGroup) else set(), site.size
+    return set(getattr(carrier, "world_ranks", ())), site.size

@@ -14,8 +14,8 @@ from torch import Tensor
 from thinwire.comm.group import Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError, ModelError
 from thinwire.packet import FIELD_VALUES
-from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, local
+from thinwire.pieces.piece import digests
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
 from thinwire.version import PROTOCOLS, Protocols, common, unlike_releases

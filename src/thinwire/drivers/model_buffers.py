@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from thinwire.comm.group import ElasticGroup, Group, gather
 from thinwire.drivers.handshake import agree_on_weights, digest
 from thinwire.errors import ConfigurationError, DisagreementError
-from thinwire.pieces.partition import is_sharded, local
-from thinwire.pieces.training_state import names_in_state
-from thinwire.state_tree import compact
+from thinwire.pieces.partition import compact, is_sharded, local
 from thinwire.types import Observer
 
 Gather = Callable[[bytes, int, str], list[bytes]]  # as `comm.group.gather`, without the group
@@ -36,9 +34,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 def floating(model: nn.Module) -> list[Tensor]:
     """The persistent floating-point buffers of `model`: this rank's part of each, tied and expanded ones once. Sparse ones, such as graphs, are
     none: they may have unlike indices."""
+    found = [b for b in model.buffers() if b.layout == torch.strided and b.is_floating_point()]
+    if not found:
+        return []
+    from thinwire.pieces.training_state import names_in_state
+
     persistent = set(names_in_state(model))
-    dense = [b for b in model.buffers() if b.layout == torch.strided and id(b) in persistent]
-    return [compact(local(b)) for b in dense if b.is_floating_point()]
+    return [compact(local(b)) for b in found if id(b) in persistent]
 
 
 def _parts(buffer: Tensor) -> list[Tensor]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group
-from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.round import Round
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Fragment
 from thinwire.types import State
+
+if TYPE_CHECKING:
+    from thinwire.comm.uplink import Link
 
 Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]
 """Called with the index of the first element, the estimate from there on, and a function that returns the values of this replica's own

@@ -18,8 +18,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -28,10 +27,10 @@ from typing import Any, Protocol
 from thinwire import trust
 from thinwire.errors import ConfigurationError
 from thinwire.files import contents
+from thinwire.pieces.piece import DIGEST_OF_FILE
 
 __path__: list[str] = []  # the user's files are modules below this one
 
-_DIGEST = "__thinwire_digest__"
 _TRUSTED = "__thinwire_trusted__"
 _UNNAMED = re.compile(r"\W")
 _ONE_AT_A_TIME = threading.RLock()  # for imports of replicas in threads
@@ -178,30 +177,6 @@ def load(path: Path, digest: str | None, name: str) -> Any:
     return made
 
 
-def digests(value: object) -> dict[str, str]:
-    """For each piece in a strategy, method or piece that is not ours: the digest of the user's own file, or the version of its package."""
-    from thinwire import registered  # few strategies have such a piece
-
-    found: dict[str, str] = {}
-    for piece in _nested(value):
-        name, module = type(piece).__name__, type(piece).__module__
-        if digest := getattr(sys.modules.get(module), _DIGEST, None):
-            found[f"own file of {name}"] = digest
-        elif version := registered.version_of(module):
-            found[f"package of {name}"] = version
-    return found
-
-
-def _nested(value: object) -> Iterator[object]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _nested(item)
-    elif is_dataclass(value):
-        yield value
-        for field in fields(value):
-            yield from _nested(getattr(value, field.name))
-
-
 def _imported(path: Path, digest: str | None) -> ModuleType:
     with _ONE_AT_A_TIME:  # a module is in sys.modules before all of its names are
         if digest is not None and (known := sys.modules.get(_name(path, digest))):
@@ -230,7 +205,7 @@ def _executed(name: str, path: Path, source: bytes) -> ModuleType:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(path)  # a file finds the data beside it by this name
-    setattr(module, _DIGEST, _digest(source))
+    setattr(module, DIGEST_OF_FILE, _digest(source))
     setattr(module, _TRUSTED, _trusted(path, _digest(source)))
     sys.modules[name] = module  # dataclasses look their module up
     try:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
-from thinwire.pieces.partition import is_sharded
-from thinwire.state_tree import compact
+from thinwire.pieces.partition import compact, is_sharded
 
 
 def model_state(model: nn.Module, frozen: bool = True) -> dict[str, Any]:

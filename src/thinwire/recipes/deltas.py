@@ -8,8 +8,7 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import Muon
 from thinwire.pieces.outer import Nesterov
 from thinwire.pieces.schedule import Every, Quadratic
-from thinwire.pieces.storage import Anchors
-from thinwire.strategy import Strategy
+from thinwire.strategy import Anchors, Strategy
 
 
 def local_sgd(*, every: int = 30, codec: Codec = Identity(), exchange: Exchange = Direct()) -> Strategy:

@@ -8,10 +8,9 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.merge import Eager, Keep, KeepUnsent, Mix
 from thinwire.pieces.outer import Nesterov
 from thinwire.pieces.partition import Partition, Strided
-from thinwire.pieces.policy import DenseLast
+from thinwire.pieces.policies import DenseLast
 from thinwire.pieces.schedule import Staggered
-from thinwire.pieces.storage import Anchors
-from thinwire.strategy import Strategy
+from thinwire.strategy import Anchors, Strategy
 
 
 def streaming_diloco(

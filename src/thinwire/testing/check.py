@@ -14,13 +14,13 @@ from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange
 from thinwire.pieces.aggregate import Aggregate
 from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.inner_optimizers import Inner
+from thinwire.pieces.filters import Filter
+from thinwire.pieces.inner import Inner
 from thinwire.pieces.merge import Merge, Mix, Reset
 from thinwire.pieces.outer import Nesterov, Outer
 from thinwire.pieces.partition import Partition, Strided
 from thinwire.pieces.policy import Policy
 from thinwire.pieces.schedule import Adaptive, Schedule, Staggered
-from thinwire.pieces.transforms import Filter
 from thinwire.strategy import Strategy
 from thinwire.testing import aggregates, codecs, exchanges, pieces, strategies
 from thinwire.testing.codecs import CLAIMS, BrokenLawError, law

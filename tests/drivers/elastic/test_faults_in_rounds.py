@@ -16,7 +16,7 @@ import thinwire as tw
 from thinwire.comm import state_transfer
 from thinwire.drivers.elastic.driver import ElasticDriver
 from thinwire.drivers.elastic.messages import Outcome, Ready
-from thinwire.drivers.first_state import first_state
+from thinwire.drivers.fragment import first_state
 from thinwire.errors import EndedError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import SimulatedVoteStore

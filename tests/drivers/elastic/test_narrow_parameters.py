@@ -10,7 +10,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.drivers.elastic.driver import ElasticDriver
 from thinwire.drivers.elastic.messages import Outcome
-from thinwire.drivers.first_state import first_state
+from thinwire.drivers.fragment import first_state
 from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.pieces.merge import Keep, Mix
 

@@ -11,7 +11,7 @@ from elastic_toy import training
 import thinwire as tw
 from thinwire.drivers.elastic.driver import ElasticDriver
 from thinwire.drivers.elastic.messages import Outcome
-from thinwire.drivers.first_state import first_state
+from thinwire.drivers.fragment import first_state
 from thinwire.membership.testing.cluster import SimulatedCluster
 
 

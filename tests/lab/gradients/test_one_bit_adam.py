@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.pieces.transforms import said, settled
+from thinwire.pieces.filters import said, settled
 from thinwire.testing.values import roundtrip
 
 D, REPLICAS, STEPS, FREEZE, LR = 60, 4, 800, 150, 0.02

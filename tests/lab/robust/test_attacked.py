@@ -147,7 +147,7 @@ def test_an_exchange_with_liars_declares_what_it_does_without_them(exchange):
         (
             lambda: tw.Strategy(
                 exchange=with_liars(tw.lab.star.exchange.Star("hub"), SignFlip(), 1),
-                policy=tw.pieces.policy.DenseUntil(1),
+                policy=tw.pieces.policies.DenseUntil(1),
             ),
             "a hub takes the mean of packets in one codec",
         ),

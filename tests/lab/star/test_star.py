@@ -281,7 +281,7 @@ def test_strategies_that_a_hub_cannot_run_are_refused():
     with pytest.raises(tw.ConfigurationError, match=r"Star\('hub'\) needs a hub that averages"):
         rounds(Star("hub"), tw.codecs.E3M0(), deltas(2, 10))
     with pytest.raises(tw.ConfigurationError, match="the mean of packets in one codec"):
-        tw.Strategy(exchange=Star("hub"), policy=tw.pieces.policy.DenseUntil(3))
+        tw.Strategy(exchange=Star("hub"), policy=tw.pieces.policies.DenseUntil(3))
     with pytest.raises(tw.ConfigurationError, match="the rank of a replica, or 'hub'"):
         Star("center")
     with pytest.raises(tw.ConfigurationError, match=r"a center in 0\.\.1 is needed"):

@@ -20,7 +20,7 @@ from thinwire.app.records.units import text_of_nbytes
 from thinwire.app.trainer.launch import threads_each
 from thinwire.app.trainer.model import Transformer
 from thinwire.app.trainer.run import Run
-from thinwire.drivers.on_device import stays_on_device
+from thinwire.drivers.fragment import stays_on_device
 from thinwire.errors import ConfigurationError
 from thinwire.strategy import Strategy
 

@@ -21,7 +21,7 @@ import torch
 from thinwire.app.plan.outline import Outline, Shape
 from thinwire.app.plan.sharding import FP32, Shards
 from thinwire.codecs import Codec
-from thinwire.drivers.on_device import stays_on_device
+from thinwire.drivers.fragment import stays_on_device
 from thinwire.exchange import Direct, Exchange
 from thinwire.exchange.chunks import PIECE_NUMEL
 from thinwire.exchange.decode import PIECE

@@ -32,7 +32,7 @@ from thinwire.app.trainer.run import Run
 from thinwire.catalogue.methods import RECIPES
 from thinwire.codecs import Codec, Shapes
 from thinwire.comm import Link
-from thinwire.drivers.on_device import stays_on_device
+from thinwire.drivers.fragment import stays_on_device
 from thinwire.errors import ConfigurationError
 from thinwire.strategy import Strategy
 

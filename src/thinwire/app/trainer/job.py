@@ -17,7 +17,7 @@ from thinwire.app.trainer.text_job import TextJob
 from thinwire.data_ledger.layout import decode
 from thinwire.drivers.token_weights import cannot_weigh, check_weighing
 from thinwire.errors import CheckpointError, ConfigurationError, DataError
-from thinwire.pieces.inner_optimizers import highest_rate
+from thinwire.pieces.inner import highest_rate
 from thinwire.pieces.own_files import taken_apart
 from thinwire.pieces.schedule import Calendar
 from thinwire.strategy import Gradients

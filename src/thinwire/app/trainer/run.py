@@ -24,7 +24,8 @@ from thinwire.choices import listed, nearest
 from thinwire.drivers.attached import Method
 from thinwire.errors import ConfigurationError
 from thinwire.files import write_whole
-from thinwire.pieces.inner_optimizers import AdamW, Inner, Muon
+from thinwire.pieces.inner import Inner
+from thinwire.pieces.inner_optimizers import AdamW, Muon
 from thinwire.pieces.own_files import names_files, pin, pinned_file, remember, taken_apart, waits
 from thinwire.registered import setting
 from thinwire.strategy import Gradients, Strategy

@@ -49,7 +49,8 @@ from thinwire.drivers.module_state import clip, evaluating
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
 from thinwire.files import HeldFolder
 from thinwire.membership import Membership
-from thinwire.pieces.inner_optimizers import SharpnessAware, at_the_worst_point, highest_rate
+from thinwire.pieces.inner import highest_rate
+from thinwire.pieces.inner_optimizers import SharpnessAware, at_the_worst_point
 from thinwire.pieces.partition import Fragment
 from thinwire.replica import Replica
 from thinwire.state_tree import pack

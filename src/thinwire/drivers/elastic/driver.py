@@ -30,15 +30,15 @@ from torch import Tensor
 from thinwire.comm.group import Group
 from thinwire.data_ledger import DataLedger
 from thinwire.drivers.base import Driver, Training
+from thinwire.drivers.deltas import start_again
 from thinwire.drivers.elastic.data import tell_reader
 from thinwire.drivers.elastic.global_state import GlobalState
 from thinwire.drivers.elastic.messages import NOTHING, Outcome, Point, Ready
 from thinwire.drivers.elastic.plan import MOST_WEIGHT
 from thinwire.drivers.elastic.round_thread import RoundThread
 from thinwire.drivers.elastic.states import State
-from thinwire.drivers.first_state import first_state
+from thinwire.drivers.fragment import first_state
 from thinwire.drivers.handshake import check_start, introduction
-from thinwire.drivers.recovery import start_again
 from thinwire.drivers.token_weights import check_saved, check_unchanged, tokens_of_step
 from thinwire.errors import ConfigurationError, EndedError, LinkError
 from thinwire.membership.rendezvous import Membership

@@ -8,9 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.codecs.base import VALUES, Codec, Pacer, chance, check_finite, check_fit, check_inner
+from thinwire.codecs.base import VALUES, Codec, Pacer, chance, check_finite, check_fit, check_inner, check_whole
 from thinwire.codecs.layout import Part, Symbols
-from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.rng import Key
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from thinwire.comm.group import Group
 from thinwire.drivers.base import Training
+from thinwire.drivers.deltas import start_again
 from thinwire.drivers.flights import FixedGroupDriver, Flights
 from thinwire.drivers.fragment import FragmentState, RoundUpdate
 from thinwire.drivers.handshake import agree_on_resume
 from thinwire.drivers.module_state import evaluating, gradient, separate_gradients
-from thinwire.drivers.recovery import start_again
 from thinwire.errors import ConfigurationError, ModelError, NonFiniteError
 from thinwire.exchange import Buffers
 from thinwire.lab.gossip.consensus import mean_of_all

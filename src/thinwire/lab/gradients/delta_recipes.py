@@ -9,11 +9,11 @@ from thinwire.lab.gradients.lgreco import LGreCo
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.merge import Reset
 from thinwire.pieces.outer import HeavyBall
-from thinwire.pieces.policy import DensityWarmup, Policy
+from thinwire.pieces.policies import DensityWarmup
+from thinwire.pieces.policy import Policy
 from thinwire.pieces.schedule import Every
-from thinwire.pieces.storage import Anchors
 from thinwire.pieces.transforms import Momentum
-from thinwire.strategy import Strategy
+from thinwire.strategy import Anchors, Strategy
 
 
 def co2(

@@ -9,7 +9,8 @@ from thinwire.lab.codecs.over_senders import OverSenders
 from thinwire.lab.codecs.per_tensor import Each
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import SGD
-from thinwire.pieces.policy import Constant, DensityWarmup, Policy
+from thinwire.pieces.policies import DensityWarmup
+from thinwire.pieces.policy import Constant, Policy
 from thinwire.pieces.transforms import Clip, Moments, Momentum, Signs
 from thinwire.strategy import Gradients, Strategy
 
