@@ -1,0 +1,1124 @@
+"""What must not change while modules move: weights, bytes, pieces, commands. Records it before a change, and compares it after.
+
+    python benchmarks/unchanged.py record FILE [--only WORD ...] [--jobs 2]
+    python benchmarks/unchanged.py compare FILE [--only WORD ...] [--jobs 2]
+
+`record` writes what the tree beside this script does; `compare` does the same again, prints a table of what differs, and exits with 1
+if anything does. The parts:
+
+- `pieces`: the names that `import thinwire` gives, the pieces and what they print with their defaults, the choices that the command offers.
+- `recipes`: each recipe over threads: what its strategy prints, predicted and counted bytes, digests of weights, anchors and state.
+- `compositions`: strategies that no recipe has, parsed from text, over threads. `resumed`: runs that are saved with rounds in flight.
+- `solvers`: what the command does not run: saddle points, DADAO, gradient codes.
+- `processes`: fixed groups over torch.distributed, sharded sites, the hook of DDP. `elastic`: a member dies and another one comes.
+- `train ...`: runs of the command, also those with their own loops, on each carrier: the model, and the newest checkpoints.
+- `verbs`: the options of each verb with their defaults. `json ...`: the keys of what each verb prints with `--json`, without values.
+
+**A recording is for one machine**: libraries round differently on another processor, or in another version. Take it from the same
+machine, interpreter and packages; `compare` says if one of these is another. What follows a clock has no place here: a run either
+has a clock that stands still or virtual time, or waits for the others at each round. Two recordings of one tree must be equal: record,
+then compare at once. --only: the parts whose names begin with one of these words. It takes about two minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from provenance import provenance
+from torch import Tensor, nn
+
+import thinwire as tw
+
+LIMIT = 300.0  # seconds after which a part, or a process of it, counts as failed
+STEPS = 14
+FORK = multiprocessing.get_context("fork")  # a fresh process for each run, without importing torch again
+Finding = dict[str, Any]
+
+
+def places() -> SimpleNamespace:
+    """What is imported from modules that may move. If one has moved, change its line here, and nothing else."""
+    from thinwire.catalogue.parsing import PIECES, parse
+    from thinwire.comm import CountedGroup, Ledger, start_torch
+    from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
+    from thinwire.recipes import RECIPES
+
+    return SimpleNamespace(**locals())
+
+
+def moving() -> SimpleNamespace:
+    """What no composition in text, no recipe and no command reaches; these modules do move."""
+    from thinwire.methods import Cyclic, Dadao, Extragradient, Masha1, Masha2, Multiplexed, Repetition, Saddle, saddle
+
+    return SimpleNamespace(**locals())
+
+
+# ---- a toy of some thousand parameters
+
+
+class Toy(nn.Module):
+    """A model with layers, for partitions, and with odd sizes, for codecs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(7, 31)
+        self.layers = nn.ModuleList(nn.Linear(31, 31) for _ in range(4))
+        self.head = nn.Linear(31, 3)
+        generator = torch.Generator().manual_seed(1)  # threads share torch's own
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    x = torch.randn(8, 7, generator=torch.Generator().manual_seed(1000 * step + rank))
+    out: Tensor = model(x)
+    return (out - x[:, :3].sin() * (1 + rank)).square().mean()
+
+
+def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    if hasattr(optimizer, "first_step") or "SAM" in type(optimizer).__name__:  # needs the gradient at two points
+        optimizer.step(closure)  # type: ignore[arg-type]
+    else:
+        closure()
+        optimizer.step()
+
+
+def optimizer_of(strategy: tw.Strategy, model: nn.Module) -> torch.optim.Optimizer:
+    if strategy.inner:
+        return strategy.inner.make(model, 0.01 / strategy.inner.lr_factor, 0.1)
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """A digest of the bits of tensors, of their types and shapes."""
+    seen = hashlib.sha256()
+    for tensor in tensors:
+        whole = tensor.detach().cpu().contiguous()
+        seen.update(f"{whole.dtype} {tuple(whole.shape)};".encode())
+        seen.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b"")
+    return seen.hexdigest()[:16]
+
+
+def by_name(tensors: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors in the order of their names; the names themselves are no bits of the training."""
+    return [value for _, value in sorted(tensors.items()) if isinstance(value, Tensor)]
+
+
+# ---- over threads
+
+
+def still() -> float:
+    """A clock that stands still."""
+    return 0.0
+
+
+def replica_of(
+    strategy: tw.Strategy, group: Any, model: nn.Module | None = None, **more: Any
+) -> tuple[tw.Replica, torch.optim.Optimizer]:
+    model = model or Toy()
+    optimizer = optimizer_of(strategy, model)
+
+    def validation() -> list[float]:
+        return [float(loss_of(model, -1, number)) for number in range(2)]
+
+    ignored: Callable[..., None] = lambda event, step, **fields: None  # noqa: E731
+    settings = {"validation": validation, "clock": still, "observer": ignored} | more
+    return tw.Replica(strategy, model, optimizer, group, **settings), optimizer
+
+
+def trained(strategy: tw.Strategy, group: Any, model: nn.Module | None = None, **more: Any) -> Finding:
+    """Train one replica. Its digests; the anchors and the state are those before the last round."""
+    attached, optimizer = replica_of(strategy, group, model, **more)
+    with attached as replica:
+        for step in range(1, STEPS + 1):
+            inner_step(replica.model, optimizer, group.rank, step)
+        anchors, (tensors, _) = digest(replica.anchors()), replica.state()
+        state = digest(by_name(tensors))
+    return {"weights": digest([*replica.model.parameters()]), "anchors": anchors, "state": state}
+
+
+def over_threads(strategy: tw.Strategy, replicas: int) -> Finding:
+    at, ledgers = places(), []
+    ledgers = [at.Ledger() for _ in range(replicas)]
+
+    def replica(group: tw.Group) -> Finding:
+        return trained(strategy, at.CountedGroup(group, ledgers[group.rank]))
+
+    found = dict(enumerate(tw.run_threads(replicas, replica, timeout=LIMIT)))
+    fragments = [fragment.shapes for fragment in strategy.partition.fragments(Toy())]
+    return {
+        "repr": repr(strategy),
+        "replicas": found,
+        "bytes counted": [ledger.sent("packet") for ledger in ledgers],
+        "bytes predicted": [strategy.nbytes_per_period(fragments, replicas, number) for number in (0, 1, 100)],
+    }
+
+
+def attempted(call: Callable[[], Any]) -> Any:
+    """What the call returns; if it raises, the error, which `record` reports."""
+    try:
+        return call()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def recipes() -> Finding:
+    found = {}
+    for name, recipe in places().RECIPES.items():
+        takes = inspect.signature(recipe).parameters
+        few = {
+            key: value for key, value in {"every": 4, "delay": 1, "freeze": 4, "fragments": 2}.items() if key in takes
+        }
+        for label, settings in (("", few), (", as it is", {})):
+            strategy = recipe(**settings)
+            if settings:
+                replicas = 2 if strategy.exchange.agrees else 4
+                found[name] = attempted(partial(over_threads, strategy, replicas))
+            else:
+                found[name + label] = {"repr": repr(strategy)}
+    return found
+
+
+COMPOSITIONS = {
+    # by what they cover: the number of replicas, and a strategy as text
+    "robust: Krum": (5, "Strategy(schedule=Every(4), aggregate=Krum(1))"),
+    "robust: MultiKrum after mixing": (
+        5,
+        "Strategy(schedule=Every(4), aggregate=NearestNeighbourMixing(MultiKrum(1), 1))",
+    ),
+    "robust: TrimmedMean": (5, "Strategy(schedule=Every(4, 1), aggregate=TrimmedMean(1))"),
+    "robust: Median": (3, "Strategy(schedule=Every(4), aggregate=Median(), codec=E3M0(32))"),
+    "robust: GeometricMedian": (3, "Strategy(schedule=Every(4), aggregate=GeometricMedian())"),
+    "robust: FoolsGold in shards": (3, "Strategy(schedule=Every(3, 1), exchange=TwoShot(), aggregate=FoolsGold())"),
+    "robust: CenteredClipping": (3, "Strategy(schedule=Every(4), aggregate=CenteredClipping())"),
+    "mean over senders": (2, "Strategy(schedule=Every(4), aggregate=MeanOverSenders(), codec=TopK(0.1))"),
+    "low rank": (2, "Strategy(schedule=Every(3, 1), codec=LowRank(2), feedback=Feedback(), merge=Mix(0.5))"),
+    "low rank, all-reduced": (
+        2,
+        "Strategy(schedule=Every(3, 2), partition=Strided(2), codec=LowRank(1), feedback=Feedback(), exchange=AllReduce(), outer=Nesterov())",
+    ),
+    "sites": (
+        4,
+        "Strategy(schedule=Staggered(4, 2), partition=Strided(2), codec=Sign(block=8), exchange=Hierarchy((2, 2), Feedback()), "
+        "outer=Nesterov(), merge=Mix(0.5))",
+    ),
+    "star": (3, "Strategy(schedule=Every(4), exchange=Star(0))"),
+    "fastest": (2, "Strategy(schedule=Every(4), exchange=Fastest('20mbit,40ms'))"),
+    "two shots": (
+        3,
+        "Strategy(schedule=Every(3, 1), codec=Sign(), feedback=Feedback(), exchange=TwoShot(Feedback()), merge=Mix(0.5))",
+    ),
+    "levels by deadlines": (
+        2,
+        "Strategy(schedule=Every(4, 1), codec=Levelled((Int(8), Sign()), skips=1), feedback=Feedback())",
+    ),
+    "levels": (2, "Strategy(schedule=Every(4), codec=Levels())"),
+    "per tensor": (2, "Strategy(schedule=Every(4), codec=Each(TopK(0.2), Cast()))"),
+    "entropy": (
+        2,
+        "Strategy(schedule=Every(4, 2), codec=Entropy(TopK(0.5, E3M0(8, rounding='stochastic'))), feedback=Feedback(), seed=3)",
+    ),
+    "codebook": (2, "Strategy(schedule=Every(4), codec=Codebook())"),
+    "transforms": (
+        2,
+        "Strategy(schedule=Every(2), codec=Squares(DCT(ChunkedTopK(4, 2), 2, axes=2), 2), feedback=Feedback(eta=0.99, beta=0.99), "
+        "outer=Nesterov())",
+    ),
+    "privacy": (2, "Strategy(schedule=Every(4), privacy=Privacy(0.5, 1e-30))"),
+    "warm-up of the density": (
+        2,
+        "Strategy(schedule=Staggered(4, 3), partition=Strided(2), codec=TopK(0.05), policy=DensityWarmup(1, (0.9, 0.3, 0.1)), "
+        "feedback=Feedback(), merge=Mix(0.5))",
+    ),
+    "ever longer rounds": (
+        2,
+        "Strategy(schedule=Quadratic(3, 0.06, 1.0, delay=2), partition=Strided(2), outer=Nesterov(0.5, 0.5))",
+    ),
+    "three in the air": (
+        3,
+        "Strategy(schedule=Staggered(6, 5), partition=Sequential(3), codec=E3M0(4), outer=Nesterov(), merge=Mix(0.5))",
+    ),
+    "a whole period late": (
+        2,
+        "Strategy(schedule=Staggered(4, 4), partition=Strided(2), codec=TopK(0.2), feedback=Feedback(), outer=DelayedNesterov(), merge=Reset())",
+    ),
+    "eager": (2, "Strategy(schedule=Staggered(5, 5), partition=Strided(3), codec=E3M0(), merge=Eager())"),
+    "what was not sent is kept": (2, "Strategy(schedule=Every(4, 1), codec=TopK(0.2), merge=KeepUnsent())"),
+    "anchors on disk": (2, "Strategy(schedule=Every(4, 1), partition=Strided(2), outer=HeavyBall(), anchors='disk')"),
+    "state in bf16": (
+        2,
+        "Strategy(schedule=Every(4, 1), codec=E3M0(8), feedback=Feedback(1, 0.5, 1.0), outer=Nesterov(), state_dtype='bf16')",
+    ),
+    "a guard that clips": (2, "Strategy(schedule=Every(2), outer=Nesterov(), guard=Guard(z=0.1, warm_up=2))"),
+    "SAM within": (2, "Strategy(schedule=Every(4), inner=SAM(0.05))"),
+    "Muon within": (2, "Strategy(schedule=Every(4), inner=Muon())"),
+    "gradients with feedback": (
+        2,
+        "Strategy(signal=Gradients(), partition=BySize(2), codec=TopK(0.5), feedback=Feedback())",
+    ),
+    "gradients, all-reduced": (
+        2,
+        "Strategy(signal=Gradients(), partition=BySize(2), codec=Cast(), exchange=AllReduce())",
+    ),
+    "gossip on a torus": (
+        4,
+        "d_psgd(every=3, delay=2, topology=Torus(2), rule=CombineThenAdapt(), partition=BySize(2))",
+    ),
+    "gossip on drawn graphs": (4, "d_psgd(every=2, topology=RandomRegular(2))"),
+    "gossip, sparse": (4, "choco(every=2, delay=1, step=0.2, topology=Exponential(), codec=TopK(0.2))"),
+    "gossip on a graph that is cut": (4, "d_psgd(every=2, topology=Cut(Ring(), 2, 4))"),
+    "one replica": (1, "Strategy(schedule=Every(4))"),
+}
+
+
+def parsed(text: str) -> tw.Strategy:
+    at = places()
+    made: tw.Strategy = at.parse(text, {**at.PIECES, **at.RECIPES})
+    return made
+
+
+def compositions() -> Finding:
+    return {
+        name: attempted(lambda text=text, replicas=replicas: over_threads(parsed(text), replicas))
+        for name, (replicas, text) in COMPOSITIONS.items()
+    }
+
+
+RESUMED = {
+    "streaming_diloco": (2, "streaming_diloco(every=6, fragments=2, delay=3)"),
+    "streaming_sign": (2, "streaming_sign(every=6, fragments=2, delay=3)"),
+    "eager_diloco": (2, "eager_diloco(every=4, fragments=2)"),
+    "diloco, between rounds": (2, "diloco(every=4)"),
+    "dgc": (2, "dgc()"),
+    "choco": (4, "choco(every=2, delay=1)"),
+}
+
+
+def resumed() -> Finding:
+    """Runs that are saved after step 7, in files, and go on in new objects."""
+
+    def of(text: str, replicas: int) -> Finding:
+        strategy, folder = parsed(text), Path(tempfile.mkdtemp(dir="."))
+
+        def first(group: tw.Group) -> int:
+            replica, optimizer = replica_of(strategy, group)
+            for step in range(1, 8):
+                inner_step(replica.model, optimizer, group.rank, step)
+            in_flight = len(replica.in_flight)
+            tw.checkpoint.save(folder / str(group.rank), replica, notes={})
+            replica.finish()
+            return in_flight
+
+        def second(group: tw.Group) -> str:
+            attached, optimizer = replica_of(strategy, group)
+            with attached as replica:
+                found, _ = tw.checkpoint.newest_common(folder / str(group.rank), group)
+                tw.checkpoint.load(found, replica)
+                for step in range(replica.step + 1, STEPS + 1):
+                    inner_step(replica.model, optimizer, group.rank, step)
+            return digest([*replica.model.parameters()])
+
+        in_flight = tw.run_threads(replicas, first, timeout=LIMIT)
+        return {
+            "in flight": in_flight,
+            "saved": saved(folder),
+            "weights": tw.run_threads(replicas, second, timeout=LIMIT),
+        }
+
+    return {name: attempted(lambda text=text, size=size: of(text, size)) for name, (size, text) in RESUMED.items()}
+
+
+def saved(folder: Path) -> Finding:
+    """Digests of the newest checkpoint of each replica in `folder`."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for replica in sorted(path for path in folder.iterdir() if path.is_dir()):
+        steps = sorted(path for path in replica.iterdir() if path.is_dir() and not path.name.startswith("."))
+        found[replica.name] = {
+            path.stem: digest(by_name(load_file(path))) for path in sorted(steps[-1].glob("*.safetensors"))
+        }
+    return found
+
+
+def solvers() -> Finding:
+    import numpy as np
+
+    at = moving()
+    codec = parsed("Strategy(codec=RandomK(0.25, Identity()))").codec
+
+    def minmax(method: Any) -> list[str]:
+        def replica(group: tw.Group) -> str:
+            function = at.saddle(
+                lambda x, y: (x * y * (1 + group.rank)).sum() + 0.1 * (x.square() - y.square()).sum(), 20
+            )
+            solver = at.Saddle(method, function, torch.linspace(-1, 1, 40), group)
+            for _ in range(20):
+                solver.iterate()
+            return digest([solver.z])
+
+        return tw.run_threads(2, replica, timeout=LIMIT)
+
+    def dadao() -> str:
+        gradients = [lambda x, own=own: (own + 1) * x - own for own in range(6)]
+        found = at.Dadao(smooth=10, convex=1).minimise(gradients, np.zeros(5), 20)
+        return digest([torch.from_numpy(found.x)])
+
+    def coded(code: Any) -> list[Any]:
+        heard = set(range(code.replicas - code.stragglers))
+        return [digest([torch.tensor(sorted(one.items()))]) for one in (code.factors(1), code.weights(heard))]
+
+    return {
+        "minmax": {
+            name: attempted(partial(minmax, method))
+            for name, method in {
+                "masha1": at.Masha1(step=0.05),
+                "masha1, sparse": at.Masha1(step=0.05, codec=codec),
+                "masha2": at.Masha2(step=0.05),
+                "extragradient": at.Extragradient(step=0.05),
+            }.items()
+        },
+        "dadao": attempted(dadao),
+        "gradient codes": [
+            attempted(partial(coded, code)) for code in (at.Cyclic(5, 2), at.Cyclic(6, 3), at.Repetition(6, 2))
+        ],
+        "sequential codes": attempted(lambda: repr(at.Multiplexed(8, 1, 2, 3))),
+    }
+
+
+# ---- over processes
+
+
+def together(calls: Mapping[str, Callable[[], Any]], at_once: int, may_die: Sequence[str] = ()) -> dict[str, Any]:
+    """Run each call in its own process, so many at once. Returns what they returned, by name. Raises if one of them fails."""
+    waiting, running, found = list(calls), dict[Any, tuple[str, Any]](), dict[str, Any]()
+    end = time.monotonic() + LIMIT
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name = waiting.pop(0)
+                here, there = FORK.Pipe(duplex=False)
+                process = FORK.Process(target=_child, args=(calls[name], there), name=name)
+                process.start()
+                there.close()
+                running[here] = name, process
+            for pipe in wait([*running], max(0.0, end - time.monotonic())):
+                name, process = running.pop(pipe)
+                try:
+                    found[name], error = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    found[name], error = None, "" if name in may_die else f"{name} ended without a result"
+                if error:
+                    raise RuntimeError(f"{name}: {error}")
+                process.join()
+            if running and time.monotonic() >= end:
+                raise TimeoutError(f"{', '.join(name for name, _ in running.values())}: no result in {LIMIT:g} s")
+    finally:
+        for _, process in running.values():
+            process.terminate()
+            process.join(5)
+            process.kill()
+    return {name: found[name] for name in calls}
+
+
+def _child(call: Callable[[], Any], pipe: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        pipe.send((call(), ""))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+    pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads may wait for a group that is gone
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+WORLD = 4
+FIXED = (
+    "diloco(every=4)",
+    "streaming_sign(every=4, delay=1)",
+    "data_parallel()",
+    "ef21(codec=TopK(0.1))",
+    "noloco(every=4)",
+)
+HOOKED = ("data_parallel()", "ef21(codec=TopK(0.1))", "power_sgd(rank=1)")
+SHARDED = ("diloco(every=4)", "streaming_diloco(every=6, fragments=2, delay=2)", "data_parallel()")
+
+
+def processes() -> Finding:
+    port = free_port()
+    ranks = together({str(rank): partial(_rank, rank, port) for rank in range(WORLD)}, WORLD)
+    return {name: {rank: found[name] for rank, found in ranks.items()} for name in ranks["0"]}
+
+
+def _rank(rank: int, port: int) -> Finding:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    places().start_torch(rank, WORLD, "127.0.0.1", port, LIMIT)
+    four, two = (tw.TorchGroup.from_world(replicas=size, timeout=LIMIT) for size in (WORLD, 2))
+    found: Finding = {f"processes: {text}": trained(parsed(text), four) for text in FIXED}
+    for text in SHARDED:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))["shard"]
+        model = Toy()
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        attached, optimizer = replica_of(parsed(text), two, model, site=two.site, validation=None)
+        with attached as replica:
+            for step in range(1, STEPS + 1):
+                inner_step(model, optimizer, two.rank, step)
+            exported = replica.export()
+        local = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
+        found[f"sharded: {text}"] = {"weights": digest(local), "export": digest(by_name(exported))}
+    for text in HOOKED:
+        ddp, strategy = nn.parallel.DistributedDataParallel(Toy(), bucket_cap_mb=1e-3), parsed(text)
+        optimizer, hook = optimizer_of(strategy, ddp.module), tw.GradientHook(strategy, ddp.module, four)
+        hook.register(ddp, optimizer)
+        for step in range(1, STEPS + 1):
+            inner_step(ddp, optimizer, rank, step)
+        found[f"hook of DDP: {text}"] = {
+            "weights": digest([*ddp.parameters()]),
+            "state": digest(by_name(hook.state()[0])),
+        }
+        hook.close()
+    torch.distributed.barrier()  # who leaves earlier must not close connections that others still read
+    return found
+
+
+def elastic() -> Finding:
+    """Three members; one of them dies in its third period, and then another one comes. Each waits for each round, so the bits are determined."""
+    with served("lighthouse", "--port", "0", "--heartbeat-timeout", "1.5") as (said, folder):
+        dead, address = folder / "dead", said["address"]
+        members = {name: partial(_member, address, name, dead) for name in ("oslo", "lima", "rome", "bern")}
+        found = together(members, len(members), may_die=("rome",))
+    return found
+
+
+def _member(address: str, name: str, dead: Path) -> Finding:
+    """One member. After rome's death at step 10 the others go on as two; at step 13 they wait for bern."""
+    at, landed = places(), threading.Semaphore(0)
+    rounds: list[Any] = []
+
+    def observer(event: str, step: int, **fields: Any) -> None:
+        if event == "round" and fields.get("committed"):
+            rounds.append(step)
+            landed.release()
+
+    if name == "bern":
+        until(lambda: (dead.parent / "bern").exists())
+    times = at.Timeouts(
+        heartbeat_interval=0.3, heartbeat_timeout=1.5, grace=60.0, connect=60.0, transfer=60.0, vote=60.0, view=LIMIT
+    )
+    membership = at.Membership(at.LighthouseRendezvous(address), name, least=3, timeouts=times)
+    strategy, place = parsed("diloco(every=4)"), sorted(("oslo", "lima", "rome", "bern")).index(name)
+    attached, optimizer = replica_of(strategy, membership, observer=observer, validation=None)
+    with attached as replica:
+        while replica.step < 20:
+            inner_step(replica.model, optimizer, place, replica.step + 1)
+            if replica.step % 4 == 0:
+                landed.acquire(timeout=LIMIT)
+            if replica.step == 10 and name == "rome":
+                dead.touch()
+                os._exit(9)
+            if replica.step == 10:
+                until(dead.exists)
+                membership.least = 2
+            if replica.step == 13 and name in ("oslo", "lima"):
+                membership.least = 3
+                (dead.parent / "bern").touch()
+    return {
+        "weights": digest([*replica.model.parameters()]),
+        "anchors": digest(replica.anchors()),
+        "rounds": len(rounds),
+    }
+
+
+def until(there: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT
+    while not there():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not there in {LIMIT:g} s")
+        time.sleep(0.02)
+
+
+# ---- the command
+
+
+def command(*words: str, code: int = 0, folder: Path | None = None) -> str:
+    """Run one `thinwire` command in its own process. Returns what it printed to stdout; raises if its exit code is another."""
+    out = Path(tempfile.mkdtemp(dir=".")) / "stdout"
+    process = FORK.Process(target=_command, args=(words, out, folder or Path()))
+    process.start()
+    process.join(LIMIT)
+    if process.is_alive():
+        process.terminate()
+        process.join()
+        raise TimeoutError(f"thinwire {' '.join(words)} took more than {LIMIT:g} s")
+    if process.exitcode != code:
+        raise RuntimeError(
+            f"thinwire {' '.join(words)} ended with {process.exitcode}: {out.with_name('stderr').read_text()[-2000:]}"
+        )
+    return out.read_text() + (out.with_name("stderr").read_text() if code else "")
+
+
+def _command(words: Sequence[str], out: Path, folder: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for path, stream in ((out, 1), (out.with_name("stderr"), 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.chdir(folder)
+    sys.argv = ["thinwire", *words]
+    code: object = 0
+    try:
+        runpy.run_module("thinwire", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+        code = 70
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+@contextmanager
+def served(*words: str) -> Iterator[tuple[Finding, Path]]:
+    """A server of the command: what it printed as JSON when it listened, and a folder."""
+    folder = Path(tempfile.mkdtemp(dir=".")).absolute()
+    out = folder / "stdout"
+    process = FORK.Process(target=_command, args=([*words, "--json"], out, Path()))
+    process.start()
+    try:
+        until(lambda: not process.is_alive() or (out.exists() and out.read_text().rstrip().endswith("}")))
+        if not process.is_alive():
+            raise RuntimeError(f"thinwire {' '.join(words)}: {out.with_name('stderr').read_text()[-2000:]}")
+        yield object_in(out.read_text()), folder
+    finally:
+        process.terminate()
+        process.join(10)
+        process.kill()
+
+
+def object_in(printed: str) -> Finding:
+    """The JSON object at the end of what was printed."""
+    found: Finding = json.loads(printed[printed.index("{") :])
+    return found
+
+
+def keys(value: Any, path: str = "") -> set[str]:
+    """The paths of all keys in a JSON value; elements of lists, and keys that are numbers, are alike."""
+    if isinstance(value, dict):
+        inner = [keys(item, f"{path}.{'*' if key.isdigit() else key}") for key, item in value.items()]
+    elif isinstance(value, list):
+        inner = [keys(item, f"{path}[]") for item in value]
+    else:
+        inner = []
+    return {path, *(each for some in inner for each in some)}
+
+
+def keys_of(*words: str) -> list[str]:
+    return sorted(keys(object_in(command(*words, "--json"))))
+
+
+JOB = """
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Sequential(nn.Linear(7, 31), nn.Tanh(), nn.Linear(31, 31), nn.Tanh(), nn.Linear(31, 3))
+
+
+def batches(share):
+    generator = torch.Generator().manual_seed(1000 + share.index)
+    while True:
+        x = torch.randn(8, 7, generator=generator)
+        yield x, x[:, :3].sin()
+
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+"""
+TEXT = "".join(
+    f"line {number}: {number * number % 97} thin wires carry {number % 13} packets\n" for number in range(400)
+)
+SMALL = ("--model", "nano", "--batch", "2", "--sequence", "16", "--text", "text.txt", "--eval-batches", "1")
+
+
+def files() -> None:
+    Path("job.py").write_text(JOB)
+    Path("text.txt").write_text(TEXT)
+
+
+def train(*words: str) -> Finding:
+    """Train with the command. Digests of the model and of the newest checkpoints."""
+    from safetensors.torch import load_file
+
+    out = Path(tempfile.mkdtemp(dir=".")) / "run"
+    command("train", *words, "--out", str(out))
+    return {"model": digest(by_name(load_file(out / "model.safetensors"))), "checkpoints": saved(out / "checkpoints")}
+
+
+ON_A_JOB = ("--job", "job.py", "--steps", "12", "--checkpoint-every", "5")
+TRAINED = {
+    # methods with their own loops, which only the command reaches by name
+    "just_one_byte": ("--strategy", "just_one_byte(samples=2, radius=0.01)"),
+    "fedavg": ("--strategy", "fedavg", "--every", "3"),
+    "fedavg, sampled": ("--strategy", "fedavg(every=2, sampled=1, codec=Cast('bf16'))", "--replicas", "3"),
+    "scaffold": ("--strategy", "scaffold(outer_lr=0.7)", "--every", "3"),
+    "scallion": ("--strategy", "scallion(codec=RandomK(0.5, Int(8, 32, 'fp32', 'stochastic')))", "--every", "3"),
+    "scafcom": ("--strategy", "scafcom(codec=TopK(0.3))", "--every", "3"),
+    "flasc": ("--strategy", "flasc(every=3, up=0.4, down=0.7, outer_lr=0.05)"),
+    "decoupled_diloco": ("--strategy", "decoupled_diloco(every=3, quorum=2, slow=(1, 2, 3))", "--replicas", "3"),
+    "decoupled_diloco, late": ("--strategy", "decoupled_diloco(every=4, slow=(1, 2), delay=1, outer_momentum=0.5)"),
+    "async_local_sgd": ("--strategy", "async_local_sgd(every=3, slow=(1, 2, 4))", "--replicas", "3"),
+    "halos": ("--strategy", "halos(every=2, apart=2, slow=(1, 1, 2, 2))", "--replicas", "4"),
+    "ad_psgd": ("--strategy", "ad_psgd(every=2, slow=(1, 2, 1, 1))", "--replicas", "4", "--topology", "ring"),
+    "a2cid2": ("--strategy", "a2cid2(every=2, slow=(1, 2, 1, 1), codec=E3M0(32))", "--replicas", "4"),
+    "plexus": ("--strategy", "plexus(every=3, sample=2)", "--replicas", "3"),
+    # recipes through the command
+    "streaming_sign": ("--strategy", "streaming_sign", "--every", "4", "--delay", "1"),
+    "d_psgd on a ring": ("--strategy", "d_psgd", "--topology", "ring", "--replicas", "4", "--every", "2"),
+    "published": ("--strategy", "diloco", "--every", "4", "--publish"),
+}
+CARRIED = {
+    "processes": ("--carrier", "processes", "--strategy", "streaming_diloco", "--every", "6", "--delay", "2"),
+    "secure": ("--carrier", "secure", "--strategy", "streaming_sign", "--every", "4", "--delay", "1"),
+    "secure, averaged at the hub": (
+        "--carrier",
+        "secure",
+        "--strategy",
+        "Strategy(schedule=Every(4), exchange=Star())",
+    ),
+}
+
+
+def train_alone(name: str) -> Finding:
+    files()
+    return {"train": attempted(lambda: train(*ON_A_JOB, "--carrier", "threads", *TRAINED[name]))}
+
+
+def train_codistill() -> Finding:
+    files()
+    return train("--carrier", "threads", "--strategy", "codistill(every=4, delay=2, probe=16, warmup=4)", "--steps", "12",
+                 "--models", "nano", "nano", *SMALL[2:])  # fmt: skip
+
+
+def train_carried(name: str) -> Finding:
+    files()
+    return train(*ON_A_JOB, *CARRIED[name])
+
+
+def train_resumed() -> Finding:
+    """A run of the command that goes on to more steps."""
+    from safetensors.torch import load_file
+
+    files()
+    settings = ("--carrier", "threads", "--strategy", "streaming_diloco", "--every", "6", "--delay", "3")
+    command("train", "--job", "job.py", *settings, "--steps", "8", "--checkpoint-every", "8", "--out", "run")
+    command("resume", "run", "--steps", "14")
+    return {"model": digest(by_name(load_file("run/model.safetensors"))), "checkpoints": saved(Path("run/checkpoints"))}
+
+
+# ---- verbs, options, keys
+
+
+def verbs() -> dict[str, str]:
+    """The verbs, from the help, and what it says of each."""
+    found = re.findall(r"^  ([a-z]+)  +(.*)", command("--help"), re.M)
+    return dict(found)
+
+
+def below(verb: str, helped: str) -> list[str]:
+    """The commands under a verb: a list like that of the verbs, or named in the text."""
+    listed = re.findall(r"^  ([a-z]+)  ", helped, re.M)
+    return (
+        listed
+        if listed and "STUDY" in helped
+        else sorted(set(re.findall(rf"`thinwire {verb} ([a-z]+)`", " ".join(helped.split()))))
+    )
+
+
+def options_in(helped: str) -> dict[str, str]:
+    """The options that a help shows, and the default of each."""
+    found, last = dict[str, str](), ""
+    for line in (each.strip("│ \n") for each in helped.splitlines() if each.startswith("│") or each.startswith(" ")):
+        named = re.match(r"(?:-h, )?(--[a-z][a-z-]*)", line) or re.match(r"\[*[A-Z][A-Z_]+\b.*", line)
+        if named and (line.startswith(("-", "[")) or line.split("  ")[0].isupper()):
+            last = re.split(r"  +", line)[0]
+            found[last] = line
+        elif last:
+            found[last] += " " + line
+    defaults = {}
+    for name, text in found.items():
+        default = re.search(r"\(default: (.*?)\)(?: |$)", " ".join(text.split()))
+        defaults[name] = default[1] if default else "(required)" if "(required)" in text else ""
+    return defaults
+
+
+def helps() -> Finding:
+    found: Finding = {}
+    for verb in verbs():
+        helped = command(verb, "--help")
+        found[verb] = options_in(helped)
+        for study in below(verb, helped):
+            found[f"{verb} {study}"] = options_in(command(verb, study, "--help"))
+    return found
+
+
+def pieces() -> Finding:
+    """The names of all pieces, and what the command offers where a piece is needed."""
+    at = places()
+    printed = {name: _printed(piece) for name, piece in at.PIECES.items()}
+    offered = {}
+    for option in (
+        "strategy",
+        "codec",
+        "partition",
+        "exchange",
+        "topology",
+        "aggregate",
+        "guard",
+        "privacy",
+        "optimizer",
+        "attack",
+    ):
+        said = command(
+            "train", f"--{option}", "nonesuch", *(["--strategy", "d_psgd"] if option == "topology" else []), code=2
+        )
+        offered[option] = sorted(set(re.findall(r"[A-Za-z_][A-Za-z_0-9]*", said)) & ({*at.PIECES, *at.RECIPES}))
+    methods = re.findall(r"`?([a-z0-9_]+)", options_text("train", "--strategy"))
+    return {
+        "public": sorted(tw.__all__), "recipes": sorted(at.RECIPES), "pieces": printed, "offered": offered,
+        "strategies in the help": sorted({word for word in methods if "_" in word}),
+    }  # fmt: skip
+
+
+def _printed(piece: Callable[..., Any]) -> str:
+    try:
+        return repr(piece())
+    except TypeError:
+        return f"{piece.__name__}{inspect.signature(piece)}"  # it has no defaults
+    except tw.ThinwireError as error:
+        return f"{type(error).__name__}"
+
+
+def options_text(verb: str, option: str) -> str:
+    """What the help says of one option."""
+    lines = [line.strip("│ ") for line in command(verb, "--help").splitlines() if line.startswith("│")]
+    at = next(number for number, line in enumerate(lines) if line.startswith(option))
+    end = next(number for number, line in enumerate(lines[at + 1 :], at + 1) if line.startswith("--"))
+    return " ".join(lines[at:end])
+
+
+def json_of_runs() -> Finding:
+    """The verbs that need a run of a language model."""
+    files()
+    settings = (
+        "--carrier",
+        "threads",
+        "--steps",
+        "8",
+        "--every",
+        "4",
+        "--delay",
+        "1",
+        "--checkpoint-every",
+        "4",
+        *SMALL,
+    )
+    ended = {"train": keys_of("train", *settings, "--publish", "--out", "run")}
+    for name, words in {
+        "resume": ("resume", "run", "--steps", "10"),
+        "report": ("report", "run"),
+        "top": ("top", "run"),
+        "checkpoints": ("checkpoints", "run", "--verify"),
+        "sample": ("sample", "run", "thin", "--tokens", "5"),
+        "follow": ("follow", "run", "--once", "--out", "live"),
+        "export": ("export", "run", "--to", "safetensors"),
+        "evaluate": ("evaluate", "run", "--eval-batches", "1"),
+        "branch": ("branch", "--run", "run", "--domain", "wires", "--out", "experts", "--steps", "2", "--carrier", "threads", "--text", "text.txt"),
+        "evaluate an ensemble": ("evaluate", "experts", "--text", "text.txt", "--eval-batches", "1"),
+    }.items():  # fmt: skip
+        ended[name] = attempted(partial(keys_of, *words))
+    return ended
+
+
+def json_of_a_job() -> Finding:
+    files()
+    job = ("--job", "job.py", "--carrier", "threads", "--steps", "8", "--every", "4")
+    return {
+        name: attempted(partial(keys_of, *words))
+        for name, words in {
+            "new": ("new", "template.py"),
+            "train a job": ("train", *job, "--out", "job"),
+            "report of a job": ("report", "job"),
+            "compare": ("compare", *job, "--strategies", "diloco", "local_sgd", "--out", "compared"),
+            "doctor": ("doctor",),
+            "docs": ("docs",),
+            "docs of a page": ("docs", "start"),
+        }.items()
+    }
+
+
+def json_of_studies() -> Finding:
+    Path("lengths.txt").write_text("".join(f"{100 + 37 * number % 900}\n" for number in range(40)))
+    rows = [(n, m, 3.0 * n**-0.1 * m**0.01) for n in (1e6, 4e6, 1.6e7, 6.4e7) for m in (1, 2, 4)]
+    Path("ladder.csv").write_text(
+        "parameters,replicas,loss\n" + "".join(f"{n:g},{m},{loss:.6f}\n" for n, m, loss in rows)
+    )
+    machine = "[machine]\n"
+    Path("machine.toml").write_text(machine)
+    return {
+        " ".join(words[:2]): attempted(partial(keys_of, *words))
+        for words in (
+            ("simulate", "utilization"),
+            (
+                "simulate",
+                "run",
+                "--model",
+                "nano",
+                "--steps",
+                "40",
+                "--every",
+                "10",
+                "--step-seconds",
+                "0.1",
+                "--link",
+                "10mbit,30ms",
+            ),
+            ("simulate", "pipeline"),
+            ("simulate", "fabric"),
+            ("simulate", "overlap"),
+            ("simulate", "stragglers", "--replicas", "6", "--steps", "20", "--probe", "10"),
+            (
+                "simulate",
+                "disrupted",
+                "--replicas",
+                "12",
+                "--graphs",
+                "2",
+                "--runs",
+                "1",
+                "--rounds",
+                "6",
+                "--at-round",
+                "2",
+            ),
+            ("simulate", "sampled", "--peers", "10", "--sample", "3", "--rounds", "5"),
+            ("plan", "fit", "ladder.csv", "--draws", "20"),
+            ("plan", "pack", "lengths.txt"),
+            ("plan", "tp", "1b", "--ranks", "2"),
+            ("plan", "topology", "--replicas", "6", "--model", "nano", "--links", "50mbit,30ms"),
+        )
+    }
+
+
+def json_of_machines() -> Finding:
+    """Measuring and planning, and the servers."""
+    files()
+    found: Finding = {
+        "probe": attempted(
+            partial(
+                keys_of,
+                "probe",
+                "--model",
+                "nano",
+                "--sequence",
+                "16",
+                "--link",
+                "50mbit,5ms",
+                "--seconds",
+                "0.02",
+                "--trips",
+                "3",
+            )
+        ),
+        "plan": attempted(
+            partial(keys_of, "plan", "50mbit,30ms", "machine.toml", "--model", "nano", "--text", "text.txt")
+        ),
+    }
+    names = sorted(path.name for path in Path().glob("*.toml"))
+    found["files of probe"] = names
+    with served("lighthouse", "--port", "0") as (said, _):
+        found["lighthouse"] = sorted(keys(said))
+    Path("run.toml").write_text(
+        f'[model]\njob = "{Path("job.py").absolute()}"\n[optimizer]\nsteps = 6\n[method]\nstrategy = "diloco"\nevery = 3\n'
+    )
+    with served("hub", "--out", "hub", "--listen", f"127.0.0.1:{free_port()}", "--uses", "2") as (said, _):
+        found["hub"] = sorted(keys(said))
+        token = said["token"]
+
+        def member(name: str) -> list[str]:
+            return keys_of("join", token, "run.toml", "--name", name, "--out", name, "--keys", "keys", "--trust")
+
+        found["join"] = together({name: partial(member, name) for name in ("oslo", "lima")}, 2)
+        found["hub list"] = keys_of("hub", "list", "--out", "hub")
+        found["hub invite"] = keys_of("hub", "invite", "--out", "hub")
+        found["hub revoke"] = keys_of("hub", "revoke", "lima", "--out", "hub")
+    found["models of the hub's members"] = {name: _model(Path(name)) for name in ("oslo", "lima")}
+    return found
+
+
+def _model(run: Path) -> str:
+    from safetensors.torch import load_file
+
+    return digest(by_name(load_file(run / "model.safetensors")))
+
+
+# ---- the parts together
+
+PARTS: dict[str, Callable[[], Finding]] = {
+    "elastic": elastic,
+    "processes": processes,
+    **{f"train {name}": partial(train_carried, name) for name in CARRIED},
+    "json of machines": json_of_machines,
+    "json of runs": json_of_runs,
+    "json of a job": json_of_a_job,
+    "json of studies": json_of_studies,
+    "train codistill": train_codistill,
+    "train resumed": train_resumed,
+    **{f"train {name}": partial(train_alone, name) for name in TRAINED},
+    "recipes": recipes,
+    "compositions": compositions,
+    "resumed": resumed,
+    "solvers": solvers,
+    "pieces": pieces,
+    "verbs": helps,
+}
+
+
+def findings(only: Sequence[str], jobs: int) -> Finding:
+    """What each part finds, in a process and a folder of its own."""
+
+    def part(name: str, folder: Path) -> Any:
+        folder.mkdir()
+        os.chdir(folder)
+        os.environ["HOME"] = str(folder)  # what the user has trusted and downloaded stays out of it
+        began = time.monotonic()
+        found = attempted(PARTS[name])
+        print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        return found
+
+    chosen = [name for name in PARTS if not only or name.startswith(tuple(only))]
+    with tempfile.TemporaryDirectory() as folder:
+        calls = {name: partial(part, name, Path(folder) / str(number)) for number, name in enumerate(chosen)}
+        return together(calls, jobs)
+
+
+def flat(value: Any, path: str = "") -> dict[str, str]:
+    """Every leaf of a finding by its path. A list of keys is a set of leaves, so that a missing one is named."""
+    if isinstance(value, dict):
+        inner = [flat(item, f"{path} › {key}" if path else str(key)) for key, item in value.items()]
+    elif isinstance(value, list) and all(isinstance(item, str) for item in value) and len(set(value)) == len(value) > 2:
+        inner = [{f"{path} › {item}": "there"} for item in value]
+    elif isinstance(value, list):
+        inner = [flat(item, f"{path} › {number}") for number, item in enumerate(value)]
+    else:
+        return {path: str(value)}
+    return {key: leaf for some in inner for key, leaf in some.items()}
+
+
+def differences(recorded: Finding, now: Finding) -> list[tuple[str, str, str]]:
+    """Path, recorded value and present value of every leaf that differs."""
+    before, after = flat(recorded), flat(now)
+    paths = [*before, *(path for path in after if path not in before)]
+    return [
+        (path, before.get(path, "not there"), after.get(path, "not there"))
+        for path in paths
+        if before.get(path) != after.get(path)
+    ]
+
+
+def errors_in(found: Finding) -> dict[str, str]:
+    return {path: text for path, text in flat(found).items() if path.endswith("› error")}
+
+
+def table(rows: Sequence[tuple[str, str, str]]) -> str:
+    lines = []
+    for path, before, after in rows:
+        lines += [path, f"    recorded  {before}", f"    now       {after}"]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("verb", choices=("record", "compare"))
+    parser.add_argument("file", type=Path, help="the recording, a JSON file")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="parts whose names begin with one of these"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="parts that run at once")
+    asked = parser.parse_args()
+    recording = json.loads(asked.file.read_text()) if asked.verb == "compare" else {}
+    file, about = asked.file.absolute(), provenance()
+    torch.set_num_threads(1)
+    found = json.loads(json.dumps(findings(asked.only, asked.jobs)))
+    if asked.verb == "record":
+        file.write_text(json.dumps(about | {"findings": found}, indent=1, ensure_ascii=False) + "\n")
+        failed = errors_in(found)
+        print("".join(f"{path}: {text}\n" for path, text in failed.items()), end="")
+        print(f"{len(flat(found))} values of {len(found)} parts recorded in {file}; {len(failed)} errors")
+        return 1 if failed else 0
+    for name in ("machine", "versions"):
+        then, today = (
+            {k: v for k, v in each[name].items() if k not in ("load", "kernel", "thinwire")}
+            for each in (recording, about)
+        )
+        if then != today:
+            print(f"another {name}, so digests may differ for that alone: {then} recorded, {today} here")
+    before = {name: part for name, part in recording["findings"].items() if not asked.only or name in found}
+    rows = differences(before, found)
+    print(table(rows))
+    print(f"{len(rows)} of {len(flat(before))} values differ from {file} (commit {recording['commit']})")
+    return 1 if rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
