@@ -42,7 +42,6 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,27 +50,17 @@ from torch import Tensor, nn
 
 import thinwire as tw
 
+# These names may move; if they do, change these lines and nothing else. All else is found by text and by the command.
+from thinwire.catalogue.parsing import PIECES, parse
+from thinwire.comm import CountedGroup, Ledger, start_torch
+from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
+from thinwire.methods import Cyclic, Dadao, Extragradient, Masha1, Masha2, Multiplexed, Repetition, Saddle, saddle
+from thinwire.recipes import RECIPES
+
 LIMIT = 300.0  # seconds after which a part, or a process of it, counts as failed
 STEPS = 14
 FORK = multiprocessing.get_context("fork")  # a fresh process for each run, without importing torch again
 Finding = dict[str, Any]
-
-
-def places() -> SimpleNamespace:
-    """What is imported from modules that may move. If one has moved, change its line here, and nothing else."""
-    from thinwire.catalogue.parsing import PIECES, parse
-    from thinwire.comm import CountedGroup, Ledger, start_torch
-    from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
-    from thinwire.recipes import RECIPES
-
-    return SimpleNamespace(**locals())
-
-
-def moving() -> SimpleNamespace:
-    """What no composition in text, no recipe and no command reaches; these modules do move."""
-    from thinwire.methods import Cyclic, Dadao, Extragradient, Masha1, Masha2, Multiplexed, Repetition, Saddle, saddle
-
-    return SimpleNamespace(**locals())
 
 
 # ---- a toy of some thousand parameters
@@ -111,8 +100,8 @@ def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, st
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
-    if hasattr(optimizer, "first_step") or "SAM" in type(optimizer).__name__:  # needs the gradient at two points
-        optimizer.step(closure)  # type: ignore[arg-type]
+    if hasattr(optimizer, "perturbed"):  # it needs the gradient at two points
+        optimizer.step(closure)
     else:
         closure()
         optimizer.step()
@@ -173,11 +162,10 @@ def trained(strategy: tw.Strategy, group: Any, model: nn.Module | None = None, *
 
 
 def over_threads(strategy: tw.Strategy, replicas: int) -> Finding:
-    at, ledgers = places(), []
-    ledgers = [at.Ledger() for _ in range(replicas)]
+    ledgers = [Ledger() for _ in range(replicas)]
 
     def replica(group: tw.Group) -> Finding:
-        return trained(strategy, at.CountedGroup(group, ledgers[group.rank]))
+        return trained(strategy, CountedGroup(group, ledgers[group.rank]))
 
     found = dict(enumerate(tw.run_threads(replicas, replica, timeout=LIMIT)))
     fragments = [fragment.shapes for fragment in strategy.partition.fragments(Toy())]
@@ -199,7 +187,7 @@ def attempted(call: Callable[[], Any]) -> Any:
 
 def recipes() -> Finding:
     found = {}
-    for name, recipe in places().RECIPES.items():
+    for name, recipe in RECIPES.items():
         takes = inspect.signature(recipe).parameters
         few = {
             key: value for key, value in {"every": 4, "delay": 1, "freeze": 4, "fragments": 2}.items() if key in takes
@@ -278,14 +266,17 @@ COMPOSITIONS = {
         "Strategy(schedule=Staggered(4, 4), partition=Strided(2), codec=TopK(0.2), feedback=Feedback(), outer=DelayedNesterov(), merge=Reset())",
     ),
     "eager": (2, "Strategy(schedule=Staggered(5, 5), partition=Strided(3), codec=E3M0(), merge=Eager())"),
-    "what was not sent is kept": (2, "Strategy(schedule=Every(4, 1), codec=TopK(0.2), merge=KeepUnsent())"),
+    "what was not sent is kept": (
+        2,
+        "Strategy(schedule=Every(4, 1), codec=TopK(0.2), feedback=Feedback(), merge=KeepUnsent())",
+    ),
     "anchors on disk": (2, "Strategy(schedule=Every(4, 1), partition=Strided(2), outer=HeavyBall(), anchors='disk')"),
     "state in bf16": (
         2,
         "Strategy(schedule=Every(4, 1), codec=E3M0(8), feedback=Feedback(1, 0.5, 1.0), outer=Nesterov(), state_dtype='bf16')",
     ),
     "a guard that clips": (2, "Strategy(schedule=Every(2), outer=Nesterov(), guard=Guard(z=0.1, warm_up=2))"),
-    "SAM within": (2, "Strategy(schedule=Every(4), inner=SAM(0.05))"),
+    "SAM within": (2, "Strategy(schedule=Every(4), inner=SAM(AdamW()))"),
     "Muon within": (2, "Strategy(schedule=Every(4), inner=Muon())"),
     "gradients with feedback": (
         2,
@@ -307,8 +298,7 @@ COMPOSITIONS = {
 
 
 def parsed(text: str) -> tw.Strategy:
-    at = places()
-    made: tw.Strategy = at.parse(text, {**at.PIECES, **at.RECIPES})
+    made: tw.Strategy = parse(text, {**PIECES, **RECIPES})
     return made
 
 
@@ -379,15 +369,12 @@ def saved(folder: Path) -> Finding:
 def solvers() -> Finding:
     import numpy as np
 
-    at = moving()
     codec = parsed("Strategy(codec=RandomK(0.25, Identity()))").codec
 
     def minmax(method: Any) -> list[str]:
         def replica(group: tw.Group) -> str:
-            function = at.saddle(
-                lambda x, y: (x * y * (1 + group.rank)).sum() + 0.1 * (x.square() - y.square()).sum(), 20
-            )
-            solver = at.Saddle(method, function, torch.linspace(-1, 1, 40), group)
+            function = saddle(lambda x, y: (x * y * (1 + group.rank)).sum() + 0.1 * (x.square() - y.square()).sum(), 20)
+            solver = Saddle(method, function, torch.linspace(-1, 1, 40), group)
             for _ in range(20):
                 solver.iterate()
             return digest([solver.z])
@@ -396,7 +383,7 @@ def solvers() -> Finding:
 
     def dadao() -> str:
         gradients = [lambda x, own=own: (own + 1) * x - own for own in range(6)]
-        found = at.Dadao(smooth=10, convex=1).minimise(gradients, np.zeros(5), 20)
+        found = Dadao(smooth=10, convex=1).minimise(gradients, np.zeros(5), 20)
         return digest([torch.from_numpy(found.x)])
 
     def coded(code: Any) -> list[Any]:
@@ -407,17 +394,15 @@ def solvers() -> Finding:
         "minmax": {
             name: attempted(partial(minmax, method))
             for name, method in {
-                "masha1": at.Masha1(step=0.05),
-                "masha1, sparse": at.Masha1(step=0.05, codec=codec),
-                "masha2": at.Masha2(step=0.05),
-                "extragradient": at.Extragradient(step=0.05),
+                "masha1": Masha1(step=0.05),
+                "masha1, sparse": Masha1(step=0.05, codec=codec),
+                "masha2": Masha2(step=0.05),
+                "extragradient": Extragradient(step=0.05),
             }.items()
         },
         "dadao": attempted(dadao),
-        "gradient codes": [
-            attempted(partial(coded, code)) for code in (at.Cyclic(5, 2), at.Cyclic(6, 3), at.Repetition(6, 2))
-        ],
-        "sequential codes": attempted(lambda: repr(at.Multiplexed(8, 1, 2, 3))),
+        "gradient codes": [attempted(partial(coded, code)) for code in (Cyclic(5, 2), Cyclic(6, 3), Repetition(6, 2))],
+        "sequential codes": attempted(lambda: repr(Multiplexed(8, 1, 2, 3))),
     }
 
 
@@ -498,7 +483,7 @@ def _rank(rank: int, port: int) -> Finding:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    places().start_torch(rank, WORLD, "127.0.0.1", port, LIMIT)
+    start_torch(rank, WORLD, "127.0.0.1", port, LIMIT)
     four, two = (tw.TorchGroup.from_world(replicas=size, timeout=LIMIT) for size in (WORLD, 2))
     found: Finding = {f"processes: {text}": trained(parsed(text), four) for text in FIXED}
     for text in SHARDED:
@@ -540,7 +525,7 @@ def elastic() -> Finding:
 
 def _member(address: str, name: str, dead: Path) -> Finding:
     """One member. After rome's death at step 10 the others go on as two; at step 13 they wait for bern."""
-    at, landed = places(), threading.Semaphore(0)
+    landed = threading.Semaphore(0)
     rounds: list[Any] = []
 
     def observer(event: str, step: int, **fields: Any) -> None:
@@ -550,10 +535,10 @@ def _member(address: str, name: str, dead: Path) -> Finding:
 
     if name == "bern":
         until(lambda: (dead.parent / "bern").exists())
-    times = at.Timeouts(
+    times = Timeouts(
         heartbeat_interval=0.3, heartbeat_timeout=1.5, grace=60.0, connect=60.0, transfer=60.0, vote=60.0, view=LIMIT
     )
-    membership = at.Membership(at.LighthouseRendezvous(address), name, least=3, timeouts=times)
+    membership = Membership(LighthouseRendezvous(address), name, least=3, timeouts=times)
     strategy, place = parsed("diloco(every=4)"), sorted(("oslo", "lima", "rome", "bern")).index(name)
     attached, optimizer = replica_of(strategy, membership, observer=observer, validation=None)
     with attached as replica:
@@ -814,8 +799,7 @@ def helps() -> Finding:
 
 def pieces() -> Finding:
     """The names of all pieces, and what the command offers where a piece is needed."""
-    at = places()
-    printed = {name: _printed(piece) for name, piece in at.PIECES.items()}
+    printed = {name: _printed(piece) for name, piece in PIECES.items()}
     offered = {}
     for option in (
         "strategy",
@@ -832,10 +816,10 @@ def pieces() -> Finding:
         said = command(
             "train", f"--{option}", "nonesuch", *(["--strategy", "d_psgd"] if option == "topology" else []), code=2
         )
-        offered[option] = sorted(set(re.findall(r"[A-Za-z_][A-Za-z_0-9]*", said)) & ({*at.PIECES, *at.RECIPES}))
+        offered[option] = sorted(set(re.findall(r"[A-Za-z_][A-Za-z_0-9]*", said)) & ({*PIECES, *RECIPES}))
     methods = re.findall(r"`?([a-z0-9_]+)", options_text("train", "--strategy"))
     return {
-        "public": sorted(tw.__all__), "recipes": sorted(at.RECIPES), "pieces": printed, "offered": offered,
+        "public": sorted(tw.__all__), "recipes": sorted(RECIPES), "pieces": printed, "offered": offered,
         "strategies in the help": sorted({word for word in methods if "_" in word}),
     }  # fmt: skip
 
@@ -1046,6 +1030,7 @@ def findings(only: Sequence[str], jobs: int) -> Finding:
         print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
         return found
 
+    over_threads(tw.diloco(every=4), 2)  # loads compiled loops and modules, which the processes then have
     chosen = [name for name in PARTS if not only or name.startswith(tuple(only))]
     with tempfile.TemporaryDirectory() as folder:
         calls = {name: partial(part, name, Path(folder) / str(number)) for number, name in enumerate(chosen)}
