@@ -6,13 +6,13 @@
 `record` writes what the tree beside this script does; `compare` does the same again, prints a table of what differs, and exits with 1
 if anything does. The parts:
 
-- `pieces`: the names that `import thinwire` gives, the pieces and what they print with their defaults, the choices that the command offers.
-- `recipes`: each recipe over threads: what its strategy prints, predicted and counted bytes, digests of weights, anchors and state.
-- `compositions`: strategies that no recipe has, parsed from text, over threads. `resumed`: runs that are saved with rounds in flight.
-- `solvers`: what the command does not run: saddle points, DADAO, gradient codes.
+- `recipes`, `compositions`: each recipe, and strategies that no recipe has, over threads: what the strategy prints, bytes predicted and
+  counted, digests of weights, anchors and state. `resumed`: runs that are saved in the middle, mostly with rounds in flight.
 - `processes`: fixed groups over torch.distributed, sharded sites, the hook of DDP. `elastic`: a member dies and another one comes.
-- `train ...`: runs of the command, also those with their own loops, on each carrier: the model, and the newest checkpoints.
-- `verbs`: the options of each verb with their defaults. `json ...`: the keys of what each verb prints with `--json`, without values.
+- `solvers`: saddle points, DADAO, gradient codes.
+- `train ...`: the command on each carrier, also with the methods that have their own loops: models and newest checkpoints. `hub` too.
+- `pieces`: public names, pieces and what they print with their defaults, what the command offers where a piece is needed.
+- `verbs`: the options of each verb, with their defaults. `keys ...`: the keys of what each verb prints with `--json`, without values.
 
 **A recording is for one machine**: libraries round differently on another processor, or in another version. Take it from the same
 machine, interpreter and packages; `compare` says if one of these is another. What follows a clock has no place here: a run either
@@ -37,7 +37,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import wait
@@ -46,6 +46,7 @@ from typing import Any
 
 import torch
 from provenance import provenance
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -186,136 +187,89 @@ def attempted(call: Callable[[], Any]) -> Any:
 
 
 def recipes() -> Finding:
+    """Each recipe with short periods; and what its strategy prints with its defaults."""
     found = {}
     for name, recipe in RECIPES.items():
-        takes = inspect.signature(recipe).parameters
-        few = {
-            key: value for key, value in {"every": 4, "delay": 1, "freeze": 4, "fragments": 2}.items() if key in takes
-        }
-        for label, settings in (("", few), (", as it is", {})):
-            strategy = recipe(**settings)
-            if settings:
-                replicas = 2 if strategy.exchange.agrees else 4
-                found[name] = attempted(partial(over_threads, strategy, replicas))
-            else:
-                found[name + label] = {"repr": repr(strategy)}
+        short = {"every": 4, "delay": 1, "freeze": 4, "fragments": 2}
+        taken = {key: value for key, value in short.items() if key in inspect.signature(recipe).parameters}
+        strategy = recipe(**taken)
+        replicas = 2 if strategy.exchange.agrees else 4
+        found[name] = {"defaults": repr(recipe())} | attempted(partial(over_threads, strategy, replicas))
     return found
 
 
+# By the number of replicas: the strategies, without "Strategy(" and ")", and calls of recipes.
 COMPOSITIONS = {
-    # by what they cover: the number of replicas, and a strategy as text
-    "robust: Krum": (5, "Strategy(schedule=Every(4), aggregate=Krum(1))"),
-    "robust: MultiKrum after mixing": (
-        5,
-        "Strategy(schedule=Every(4), aggregate=NearestNeighbourMixing(MultiKrum(1), 1))",
-    ),
-    "robust: TrimmedMean": (5, "Strategy(schedule=Every(4, 1), aggregate=TrimmedMean(1))"),
-    "robust: Median": (3, "Strategy(schedule=Every(4), aggregate=Median(), codec=E3M0(32))"),
-    "robust: GeometricMedian": (3, "Strategy(schedule=Every(4), aggregate=GeometricMedian())"),
-    "robust: FoolsGold in shards": (3, "Strategy(schedule=Every(3, 1), exchange=TwoShot(), aggregate=FoolsGold())"),
-    "robust: CenteredClipping": (3, "Strategy(schedule=Every(4), aggregate=CenteredClipping())"),
-    "mean over senders": (2, "Strategy(schedule=Every(4), aggregate=MeanOverSenders(), codec=TopK(0.1))"),
-    "low rank": (2, "Strategy(schedule=Every(3, 1), codec=LowRank(2), feedback=Feedback(), merge=Mix(0.5))"),
-    "low rank, all-reduced": (
-        2,
-        "Strategy(schedule=Every(3, 2), partition=Strided(2), codec=LowRank(1), feedback=Feedback(), exchange=AllReduce(), outer=Nesterov())",
-    ),
-    "sites": (
-        4,
-        "Strategy(schedule=Staggered(4, 2), partition=Strided(2), codec=Sign(block=8), exchange=Hierarchy((2, 2), Feedback()), "
-        "outer=Nesterov(), merge=Mix(0.5))",
-    ),
-    "star": (3, "Strategy(schedule=Every(4), exchange=Star(0))"),
-    "fastest": (2, "Strategy(schedule=Every(4), exchange=Fastest('20mbit,40ms'))"),
-    "two shots": (
-        3,
-        "Strategy(schedule=Every(3, 1), codec=Sign(), feedback=Feedback(), exchange=TwoShot(Feedback()), merge=Mix(0.5))",
-    ),
-    "levels by deadlines": (
-        2,
-        "Strategy(schedule=Every(4, 1), codec=Levelled((Int(8), Sign()), skips=1), feedback=Feedback())",
-    ),
-    "levels": (2, "Strategy(schedule=Every(4), codec=Levels())"),
-    "per tensor": (2, "Strategy(schedule=Every(4), codec=Each(TopK(0.2), Cast()))"),
-    "entropy": (
-        2,
-        "Strategy(schedule=Every(4, 2), codec=Entropy(TopK(0.5, E3M0(8, rounding='stochastic'))), feedback=Feedback(), seed=3)",
-    ),
-    "codebook": (2, "Strategy(schedule=Every(4), codec=Codebook())"),
-    "transforms": (
-        2,
-        "Strategy(schedule=Every(2), codec=Squares(DCT(ChunkedTopK(4, 2), 2, axes=2), 2), feedback=Feedback(eta=0.99, beta=0.99), "
-        "outer=Nesterov())",
-    ),
-    "privacy": (2, "Strategy(schedule=Every(4), privacy=Privacy(0.5, 1e-30))"),
-    "warm-up of the density": (
-        2,
-        "Strategy(schedule=Staggered(4, 3), partition=Strided(2), codec=TopK(0.05), policy=DensityWarmup(1, (0.9, 0.3, 0.1)), "
-        "feedback=Feedback(), merge=Mix(0.5))",
-    ),
-    "ever longer rounds": (
-        2,
-        "Strategy(schedule=Quadratic(3, 0.06, 1.0, delay=2), partition=Strided(2), outer=Nesterov(0.5, 0.5))",
-    ),
-    "three in the air": (
-        3,
-        "Strategy(schedule=Staggered(6, 5), partition=Sequential(3), codec=E3M0(4), outer=Nesterov(), merge=Mix(0.5))",
-    ),
-    "a whole period late": (
-        2,
-        "Strategy(schedule=Staggered(4, 4), partition=Strided(2), codec=TopK(0.2), feedback=Feedback(), outer=DelayedNesterov(), merge=Reset())",
-    ),
-    "eager": (2, "Strategy(schedule=Staggered(5, 5), partition=Strided(3), codec=E3M0(), merge=Eager())"),
-    "what was not sent is kept": (
-        2,
-        "Strategy(schedule=Every(4, 1), codec=TopK(0.2), feedback=Feedback(), merge=KeepUnsent())",
-    ),
-    "anchors on disk": (2, "Strategy(schedule=Every(4, 1), partition=Strided(2), outer=HeavyBall(), anchors='disk')"),
-    "state in bf16": (
-        2,
-        "Strategy(schedule=Every(4, 1), codec=E3M0(8), feedback=Feedback(1, 0.5, 1.0), outer=Nesterov(), state_dtype='bf16')",
-    ),
-    "a guard that clips": (2, "Strategy(schedule=Every(2), outer=Nesterov(), guard=Guard(z=0.1, warm_up=2))"),
-    "SAM within": (2, "Strategy(schedule=Every(4), inner=SAM(AdamW()))"),
-    "Muon within": (2, "Strategy(schedule=Every(4), inner=Muon())"),
-    "gradients with feedback": (
-        2,
-        "Strategy(signal=Gradients(), partition=BySize(2), codec=TopK(0.5), feedback=Feedback())",
-    ),
-    "gradients, all-reduced": (
-        2,
-        "Strategy(signal=Gradients(), partition=BySize(2), codec=Cast(), exchange=AllReduce())",
-    ),
-    "gossip on a torus": (
-        4,
-        "d_psgd(every=3, delay=2, topology=Torus(2), rule=CombineThenAdapt(), partition=BySize(2))",
-    ),
-    "gossip on drawn graphs": (4, "d_psgd(every=2, topology=RandomRegular(2))"),
-    "gossip, sparse": (4, "choco(every=2, delay=1, step=0.2, topology=Exponential(), codec=TopK(0.2))"),
-    "gossip on a graph that is cut": (4, "d_psgd(every=2, topology=Cut(Ring(), 2, 4))"),
-    "one replica": (1, "Strategy(schedule=Every(4))"),
+    1: "schedule=Every(4)",
+    2: """
+schedule=Every(4), aggregate=MeanOverSenders(), codec=TopK(0.1)
+schedule=Every(3, 1), codec=LowRank(2), feedback=Feedback(), merge=Mix(0.5)
+schedule=Every(3, 2), partition=Strided(2), codec=LowRank(1), feedback=Feedback(), exchange=AllReduce(), outer=Nesterov()
+schedule=Every(4), exchange=Fastest('20mbit,40ms')
+schedule=Every(4, 1), codec=Levelled((Int(8), Sign()), skips=1), feedback=Feedback()
+schedule=Every(4), codec=Levels()
+schedule=Every(4), codec=Each(TopK(0.2), Cast())
+schedule=Every(4), codec=Codebook()
+schedule=Every(4, 2), codec=Entropy(TopK(0.5, E3M0(8, rounding='stochastic'))), feedback=Feedback(), seed=3
+schedule=Every(2), codec=Squares(DCT(ChunkedTopK(4, 2), 2, axes=2), 2), feedback=Feedback(eta=0.99), outer=Nesterov()
+schedule=Every(4), privacy=Privacy(0.5, 1e-30)
+schedule=Every(4, 3), codec=TopK(0.05), policy=DensityWarmup(1, (0.9, 0.3, 0.1)), feedback=Feedback(), merge=Mix(0.5)
+schedule=Quadratic(3, 0.06, 1.0, delay=2), partition=Strided(2), outer=Nesterov(0.5, 0.5)
+schedule=Staggered(4, 4), partition=Strided(2), codec=E2M1(), outer=DelayedNesterov(), merge=Reset()
+schedule=Staggered(5, 5), partition=Strided(3), codec=E3M0(), merge=Eager()
+schedule=Every(4, 1), codec=TopK(0.2), feedback=Feedback(), merge=KeepUnsent()
+schedule=Every(4, 1), partition=Strided(2), outer=HeavyBall(), anchors='disk'
+schedule=Every(4, 1), codec=E3M0(8), feedback=Feedback(1, 0.5, 1.0), outer=Nesterov(), state_dtype='bf16'
+schedule=Every(2), outer=Nesterov(), guard=Guard(z=0.1, warm_up=2)
+schedule=Every(4), inner=SAM(AdamW())
+schedule=Every(4), inner=Muon()
+signal=Gradients(), partition=BySize(2), codec=TopK(0.5), feedback=Feedback()
+signal=Gradients(), partition=BySize(2), codec=Cast(), exchange=AllReduce()
+""",
+    3: """
+schedule=Every(4), aggregate=Median(), codec=E3M0(32)
+schedule=Every(4), aggregate=GeometricMedian()
+schedule=Every(4), aggregate=CenteredClipping()
+schedule=Every(3, 1), aggregate=FoolsGold(), exchange=TwoShot()
+schedule=Every(3, 1), codec=Sign(), feedback=Feedback(), exchange=TwoShot(Feedback()), merge=Mix(0.5)
+schedule=Every(4), exchange=Star(0)
+schedule=Staggered(6, 5), partition=Sequential(3), codec=E3M0(4), outer=Nesterov(), merge=Mix(0.5)
+""",
+    4: """
+schedule=Staggered(4, 2), partition=Strided(2), exchange=Hierarchy((2, 2), Feedback()), codec=Sign(), merge=Mix(0.5)
+d_psgd(every=3, delay=2, topology=Torus(2), rule=CombineThenAdapt(), partition=BySize(2))
+d_psgd(every=2, topology=RandomRegular(2))
+d_psgd(every=2, topology=Cut(Ring(), 2, 4))
+choco(every=2, delay=1, step=0.2, topology=Exponential(), codec=TopK(0.2))
+""",
+    5: """
+schedule=Every(4), aggregate=Krum(1)
+schedule=Every(4), aggregate=NearestNeighbourMixing(MultiKrum(1), 1)
+schedule=Every(4, 1), aggregate=TrimmedMean(1)
+""",
 }
 
 
 def parsed(text: str) -> tw.Strategy:
-    made: tw.Strategy = parse(text, {**PIECES, **RECIPES})
+    """The strategy of a line above."""
+    call = text if re.match(r"\w+\(", text) else f"Strategy({text})"
+    made: tw.Strategy = parse(call, {**PIECES, **RECIPES})
     return made
 
 
 def compositions() -> Finding:
-    return {
-        name: attempted(lambda text=text, replicas=replicas: over_threads(parsed(text), replicas))
-        for name, (replicas, text) in COMPOSITIONS.items()
-    }
+    lines = [(text, size) for size, texts in COMPOSITIONS.items() for text in texts.strip().splitlines()]
+    return {text: attempted(lambda text=text, size=size: over_threads(parsed(text), size)) for text, size in lines}
 
 
+# A round is in flight after step 7, but for the last two.
 RESUMED = {
-    "streaming_diloco": (2, "streaming_diloco(every=6, fragments=2, delay=3)"),
-    "streaming_sign": (2, "streaming_sign(every=6, fragments=2, delay=3)"),
-    "eager_diloco": (2, "eager_diloco(every=4, fragments=2)"),
-    "diloco, between rounds": (2, "diloco(every=4)"),
-    "dgc": (2, "dgc()"),
-    "choco": (4, "choco(every=2, delay=1)"),
+    "streaming_diloco(every=6, fragments=2, delay=3)": 2,
+    "streaming_sign(every=6, fragments=2, delay=3)": 2,
+    "eager_diloco(every=4, fragments=2)": 2,
+    "choco(every=3, delay=2)": 4,
+    "diloco(every=4)": 2,
+    "dgc()": 2,
 }
 
 
@@ -331,7 +285,7 @@ def resumed() -> Finding:
                 inner_step(replica.model, optimizer, group.rank, step)
             in_flight = len(replica.in_flight)
             tw.checkpoint.save(folder / str(group.rank), replica, notes={})
-            replica.finish()
+            replica.close()
             return in_flight
 
         def second(group: tw.Group) -> str:
@@ -350,26 +304,29 @@ def resumed() -> Finding:
             "weights": tw.run_threads(replicas, second, timeout=LIMIT),
         }
 
-    return {name: attempted(lambda text=text, size=size: of(text, size)) for name, (size, text) in RESUMED.items()}
+    return {text: attempted(lambda text=text, size=size: of(text, size)) for text, size in RESUMED.items()}
 
 
 def saved(folder: Path) -> Finding:
     """Digests of the newest checkpoint of each replica in `folder`."""
-    from safetensors.torch import load_file
-
     found = {}
     for replica in sorted(path for path in folder.iterdir() if path.is_dir()):
-        steps = sorted(path for path in replica.iterdir() if path.is_dir() and not path.name.startswith("."))
-        found[replica.name] = {
-            path.stem: digest(by_name(load_file(path))) for path in sorted(steps[-1].glob("*.safetensors"))
+        newest = max(path for path in replica.iterdir() if path.is_dir() and not path.name.startswith("."))
+        found |= {
+            f"{replica.name}, {newest.name}, {path.name}": digest(tensors_in(path))
+            for path in sorted(newest.glob("*.safetensors"))
         }
     return found
+
+
+def tensors_in(path: Path) -> list[Tensor]:
+    return by_name(load_file(path))
 
 
 def solvers() -> Finding:
     import numpy as np
 
-    codec = parsed("Strategy(codec=RandomK(0.25, Identity()))").codec
+    codec = parsed("codec=RandomK(0.25, Identity())").codec
 
     def minmax(method: Any) -> list[str]:
         def replica(group: tw.Group) -> str:
@@ -516,11 +473,10 @@ def _rank(rank: int, port: int) -> Finding:
 
 def elastic() -> Finding:
     """Three members; one of them dies in its third period, and then another one comes. Each waits for each round, so the bits are determined."""
-    with served("lighthouse", "--port", "0", "--heartbeat-timeout", "1.5") as (said, folder):
-        dead, address = folder / "dead", said["address"]
+    with served("lighthouse --port 0 --heartbeat-timeout 1.5") as said:
+        dead, address = Path("dead").absolute(), said["address"]
         members = {name: partial(_member, address, name, dead) for name in ("oslo", "lima", "rome", "bern")}
-        found = together(members, len(members), may_die=("rome",))
-    return found
+        return together(members, len(members), may_die=("rome",))
 
 
 def _member(address: str, name: str, dead: Path) -> Finding:
@@ -573,32 +529,29 @@ def until(there: Callable[[], bool]) -> None:
 # ---- the command
 
 
-def command(*words: str, code: int = 0, folder: Path | None = None) -> str:
-    """Run one `thinwire` command in its own process. Returns what it printed to stdout; raises if its exit code is another."""
+def command(words: str, code: int = 0) -> str:
+    """Run one `thinwire` command in its own process. Returns what it printed; raises if its exit code is another."""
     out = Path(tempfile.mkdtemp(dir=".")) / "stdout"
-    process = FORK.Process(target=_command, args=(words, out, folder or Path()))
+    process = FORK.Process(target=_command, args=(words, out))
     process.start()
     process.join(LIMIT)
     if process.is_alive():
         process.terminate()
         process.join()
-        raise TimeoutError(f"thinwire {' '.join(words)} took more than {LIMIT:g} s")
+        raise TimeoutError(f"thinwire {words} took more than {LIMIT:g} s")
+    wrong = out.with_name("stderr").read_text()
     if process.exitcode != code:
-        raise RuntimeError(
-            f"thinwire {' '.join(words)} ended with {process.exitcode}: {out.with_name('stderr').read_text()[-2000:]}"
-        )
-    return out.read_text() + (out.with_name("stderr").read_text() if code else "")
+        raise RuntimeError(f"thinwire {words} ended with {process.exitcode}: {wrong[-2000:]}")
+    return out.read_text() if code == 0 else wrong
 
 
-def _command(words: Sequence[str], out: Path, folder: Path) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+def _command(words: str, out: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for path, stream in ((out, 1), (out.with_name("stderr"), 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, stream)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
-    os.chdir(folder)
-    sys.argv = ["thinwire", *words]
+    sys.argv = ["thinwire", *words.split()]
     code: object = 0
     try:
         runpy.run_module("thinwire", run_name="__main__", alter_sys=True)
@@ -609,21 +562,20 @@ def _command(words: Sequence[str], out: Path, folder: Path) -> None:
         code = 70
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+    os._exit(code if isinstance(code, int) else 0)
 
 
 @contextmanager
-def served(*words: str) -> Iterator[tuple[Finding, Path]]:
-    """A server of the command: what it printed as JSON when it listened, and a folder."""
-    folder = Path(tempfile.mkdtemp(dir=".")).absolute()
-    out = folder / "stdout"
-    process = FORK.Process(target=_command, args=([*words, "--json"], out, Path()))
+def served(words: str) -> Iterator[Finding]:
+    """A server of the command, at work: what it printed as JSON."""
+    out = Path(tempfile.mkdtemp(dir=".")) / "stdout"
+    process = FORK.Process(target=_command, args=(f"{words} --json", out))
     process.start()
     try:
         until(lambda: not process.is_alive() or (out.exists() and out.read_text().rstrip().endswith("}")))
         if not process.is_alive():
-            raise RuntimeError(f"thinwire {' '.join(words)}: {out.with_name('stderr').read_text()[-2000:]}")
-        yield object_in(out.read_text()), folder
+            raise RuntimeError(f"thinwire {words}: {out.with_name('stderr').read_text()[-2000:]}")
+        yield object_in(out.read_text())
     finally:
         process.terminate()
         process.join(10)
@@ -634,21 +586,6 @@ def object_in(printed: str) -> Finding:
     """The JSON object at the end of what was printed."""
     found: Finding = json.loads(printed[printed.index("{") :])
     return found
-
-
-def keys(value: Any, path: str = "") -> set[str]:
-    """The paths of all keys in a JSON value; elements of lists, and keys that are numbers, are alike."""
-    if isinstance(value, dict):
-        inner = [keys(item, f"{path}.{'*' if key.isdigit() else key}") for key, item in value.items()]
-    elif isinstance(value, list):
-        inner = [keys(item, f"{path}[]") for item in value]
-    else:
-        inner = []
-    return {path, *(each for some in inner for each in some)}
-
-
-def keys_of(*words: str) -> list[str]:
-    return sorted(keys(object_in(command(*words, "--json"))))
 
 
 JOB = """
@@ -670,10 +607,43 @@ def batches(share):
 def loss(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 """
-TEXT = "".join(
-    f"line {number}: {number * number % 97} thin wires carry {number % 13} packets\n" for number in range(400)
-)
-SMALL = ("--model", "nano", "--batch", "2", "--sequence", "16", "--text", "text.txt", "--eval-batches", "1")
+TEXT = "".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(400))
+A_JOB = "train --job job.py --out run --steps 12 --checkpoint-every 5"
+A_TEXT = "--model nano --text text.txt --batch 2 --sequence 16 --eval-batches 1"
+
+# Options of `thinwire train` without spaces in them, each a part of its own.
+TRAINED = {
+    **{
+        f"train {words.split()[0]}": f"{A_JOB} --carrier threads --strategy {words}"
+        for words in (
+            # methods with their own loops, which are reached by name only here; time is virtual where speeds are unequal
+            "just_one_byte(samples=2,radius=0.01)",
+            "fedavg(every=3)",
+            "fedavg(every=2,sampled=1,codec=Cast('bf16')) --replicas 3",
+            "scaffold(every=3,outer_lr=0.7)",
+            "scallion(every=3,codec=RandomK(0.5,Int(8,32,'fp32','stochastic')))",
+            "scafcom(every=3,codec=TopK(0.3))",
+            "flasc(every=3,up=0.4,down=0.7,outer_lr=0.05)",
+            "decoupled_diloco(every=3,quorum=2,slow=(1,2,3)) --replicas 3",
+            "decoupled_diloco(every=4,slow=(1,2),delay=1,outer_momentum=0.5)",
+            "async_local_sgd(every=3,slow=(1,2,4)) --replicas 3",
+            "halos(every=2,apart=2,slow=(1,1,2,2)) --replicas 4",
+            "ad_psgd(every=2,slow=(1,2,1,1)) --replicas 4 --topology ring",
+            "a2cid2(every=2,slow=(1,2,1,1),codec=E3M0(32)) --replicas 4",
+            "plexus(every=3,sample=2) --replicas 3",
+            # compositions, as the command reads them
+            "streaming_sign --every 4 --delay 1",
+            "d_psgd --every 2 --replicas 4 --topology ring",
+            "diloco --every 4 --publish",
+        )
+    },
+    "train on text": f"train --out run --steps 8 --every 4 --delay 1 --carrier threads {A_TEXT}",
+    "train codistill": "train --out run --steps 12 --carrier threads --models nano nano --text text.txt --batch 2 --sequence 16 "
+    "--eval-batches 1 --strategy codistill(every=4,delay=2,probe=16,warmup=4)",
+    "train over processes": f"{A_JOB} --strategy streaming_diloco --every 6 --delay 2",
+    "train at a hub": f"{A_JOB} --carrier secure --strategy streaming_sign --every 4 --delay 1",
+    "train at a hub that averages": f"{A_JOB} --carrier secure --strategy Strategy(schedule=Every(4),exchange=Star())",
+}  # fmt: skip
 
 
 def files() -> None:
@@ -681,340 +651,216 @@ def files() -> None:
     Path("text.txt").write_text(TEXT)
 
 
-def train(*words: str) -> Finding:
-    """Train with the command. Digests of the model and of the newest checkpoints."""
-    from safetensors.torch import load_file
-
-    out = Path(tempfile.mkdtemp(dir=".")) / "run"
-    command("train", *words, "--out", str(out))
-    return {"model": digest(by_name(load_file(out / "model.safetensors"))), "checkpoints": saved(out / "checkpoints")}
-
-
-ON_A_JOB = ("--job", "job.py", "--steps", "12", "--checkpoint-every", "5")
-TRAINED = {
-    # methods with their own loops, which only the command reaches by name
-    "just_one_byte": ("--strategy", "just_one_byte(samples=2, radius=0.01)"),
-    "fedavg": ("--strategy", "fedavg", "--every", "3"),
-    "fedavg, sampled": ("--strategy", "fedavg(every=2, sampled=1, codec=Cast('bf16'))", "--replicas", "3"),
-    "scaffold": ("--strategy", "scaffold(outer_lr=0.7)", "--every", "3"),
-    "scallion": ("--strategy", "scallion(codec=RandomK(0.5, Int(8, 32, 'fp32', 'stochastic')))", "--every", "3"),
-    "scafcom": ("--strategy", "scafcom(codec=TopK(0.3))", "--every", "3"),
-    "flasc": ("--strategy", "flasc(every=3, up=0.4, down=0.7, outer_lr=0.05)"),
-    "decoupled_diloco": ("--strategy", "decoupled_diloco(every=3, quorum=2, slow=(1, 2, 3))", "--replicas", "3"),
-    "decoupled_diloco, late": ("--strategy", "decoupled_diloco(every=4, slow=(1, 2), delay=1, outer_momentum=0.5)"),
-    "async_local_sgd": ("--strategy", "async_local_sgd(every=3, slow=(1, 2, 4))", "--replicas", "3"),
-    "halos": ("--strategy", "halos(every=2, apart=2, slow=(1, 1, 2, 2))", "--replicas", "4"),
-    "ad_psgd": ("--strategy", "ad_psgd(every=2, slow=(1, 2, 1, 1))", "--replicas", "4", "--topology", "ring"),
-    "a2cid2": ("--strategy", "a2cid2(every=2, slow=(1, 2, 1, 1), codec=E3M0(32))", "--replicas", "4"),
-    "plexus": ("--strategy", "plexus(every=3, sample=2)", "--replicas", "3"),
-    # recipes through the command
-    "streaming_sign": ("--strategy", "streaming_sign", "--every", "4", "--delay", "1"),
-    "d_psgd on a ring": ("--strategy", "d_psgd", "--topology", "ring", "--replicas", "4", "--every", "2"),
-    "published": ("--strategy", "diloco", "--every", "4", "--publish"),
-}
-CARRIED = {
-    "processes": ("--carrier", "processes", "--strategy", "streaming_diloco", "--every", "6", "--delay", "2"),
-    "secure": ("--carrier", "secure", "--strategy", "streaming_sign", "--every", "4", "--delay", "1"),
-    "secure, averaged at the hub": (
-        "--carrier",
-        "secure",
-        "--strategy",
-        "Strategy(schedule=Every(4), exchange=Star())",
-    ),
-}
-
-
-def train_alone(name: str) -> Finding:
+def train(words: str) -> Finding:
+    """Train with the command."""
     files()
-    return {"train": attempted(lambda: train(*ON_A_JOB, "--carrier", "threads", *TRAINED[name]))}
+    command(words)
+    return left_by(Path("run"))
 
 
-def train_codistill() -> Finding:
-    files()
-    return train("--carrier", "threads", "--strategy", "codistill(every=4, delay=2, probe=16, warmup=4)", "--steps", "12",
-                 "--models", "nano", "nano", *SMALL[2:])  # fmt: skip
-
-
-def train_carried(name: str) -> Finding:
-    files()
-    return train(*ON_A_JOB, *CARRIED[name])
+def left_by(run: Path) -> Finding:
+    """Digests of a run's models and of its newest checkpoints."""
+    models = {str(path.relative_to(run)): digest(tensors_in(path)) for path in sorted(run.glob("model*.safetensors"))}
+    return models | saved(run / "checkpoints")
 
 
 def train_resumed() -> Finding:
     """A run of the command that goes on to more steps."""
-    from safetensors.torch import load_file
-
     files()
-    settings = ("--carrier", "threads", "--strategy", "streaming_diloco", "--every", "6", "--delay", "3")
-    command("train", "--job", "job.py", *settings, "--steps", "8", "--checkpoint-every", "8", "--out", "run")
-    command("resume", "run", "--steps", "14")
-    return {"model": digest(by_name(load_file("run/model.safetensors"))), "checkpoints": saved(Path("run/checkpoints"))}
+    settings = "--carrier threads --strategy streaming_diloco --every 6 --delay 3 --checkpoint-every 8"
+    command(f"train --job job.py --out run --steps 8 {settings}")
+    command("resume run --steps 14")
+    return left_by(Path("run"))
 
 
-# ---- verbs, options, keys
+# ---- pieces, verbs, options, keys of --json
 
-
-def verbs() -> dict[str, str]:
-    """The verbs, from the help, and what it says of each."""
-    found = re.findall(r"^  ([a-z]+)  +(.*)", command("--help"), re.M)
-    return dict(found)
-
-
-def below(verb: str, helped: str) -> list[str]:
-    """The commands under a verb: a list like that of the verbs, or named in the text."""
-    listed = re.findall(r"^  ([a-z]+)  ", helped, re.M)
-    return (
-        listed
-        if listed and "STUDY" in helped
-        else sorted(set(re.findall(rf"`thinwire {verb} ([a-z]+)`", " ".join(helped.split()))))
-    )
-
-
-def options_in(helped: str) -> dict[str, str]:
-    """The options that a help shows, and the default of each."""
-    found, last = dict[str, str](), ""
-    for line in (each.strip("│ \n") for each in helped.splitlines() if each.startswith("│") or each.startswith(" ")):
-        named = re.match(r"(?:-h, )?(--[a-z][a-z-]*)", line) or re.match(r"\[*[A-Z][A-Z_]+\b.*", line)
-        if named and (line.startswith(("-", "[")) or line.split("  ")[0].isupper()):
-            last = re.split(r"  +", line)[0]
-            found[last] = line
-        elif last:
-            found[last] += " " + line
-    defaults = {}
-    for name, text in found.items():
-        default = re.search(r"\(default: (.*?)\)(?: |$)", " ".join(text.split()))
-        defaults[name] = default[1] if default else "(required)" if "(required)" in text else ""
-    return defaults
-
-
-def helps() -> Finding:
-    found: Finding = {}
-    for verb in verbs():
-        helped = command(verb, "--help")
-        found[verb] = options_in(helped)
-        for study in below(verb, helped):
-            found[f"{verb} {study}"] = options_in(command(verb, study, "--help"))
-    return found
+OF_PIECES = (
+    "strategy",
+    "codec",
+    "partition",
+    "exchange",
+    "topology",
+    "aggregate",
+    "guard",
+    "privacy",
+    "optimizer",
+    "attack",
+)
 
 
 def pieces() -> Finding:
-    """The names of all pieces, and what the command offers where a piece is needed."""
-    printed = {name: _printed(piece) for name, piece in PIECES.items()}
+    """The names of all pieces, and what the command offers where one is needed."""
     offered = {}
-    for option in (
-        "strategy",
-        "codec",
-        "partition",
-        "exchange",
-        "topology",
-        "aggregate",
-        "guard",
-        "privacy",
-        "optimizer",
-        "attack",
-    ):
-        said = command(
-            "train", f"--{option}", "nonesuch", *(["--strategy", "d_psgd"] if option == "topology" else []), code=2
-        )
-        offered[option] = sorted(set(re.findall(r"[A-Za-z_][A-Za-z_0-9]*", said)) & ({*PIECES, *RECIPES}))
-    methods = re.findall(r"`?([a-z0-9_]+)", options_text("train", "--strategy"))
+    for option in OF_PIECES:
+        before = "--strategy d_psgd " if option == "topology" else ""
+        said = command(f"train {before}--{option} nonesuch", code=2)
+        offered[option] = there(name for name in {*PIECES, *RECIPES} if re.search(rf"\b{name}\b", said))
+    helped = options_in(command("train --help"))["--strategy STR"]
     return {
-        "public": sorted(tw.__all__), "recipes": sorted(RECIPES), "pieces": printed, "offered": offered,
-        "strategies in the help": sorted({word for word in methods if "_" in word}),
-    }  # fmt: skip
+        "names of thinwire": there(tw.__all__),
+        "pieces": {name: _printed(piece) for name, piece in PIECES.items()},
+        "offered": offered,
+        "strategies in the help": there(re.findall(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", helped)),
+    }
 
 
 def _printed(piece: Callable[..., Any]) -> str:
+    """A piece with its defaults; without them, its arguments."""
     try:
         return repr(piece())
-    except TypeError:
-        return f"{piece.__name__}{inspect.signature(piece)}"  # it has no defaults
-    except tw.ThinwireError as error:
-        return f"{type(error).__name__}"
+    except (TypeError, tw.ConfigurationError):
+        return f"{piece.__name__}{inspect.signature(piece)}"
 
 
-def options_text(verb: str, option: str) -> str:
-    """What the help says of one option."""
-    lines = [line.strip("│ ") for line in command(verb, "--help").splitlines() if line.startswith("│")]
-    at = next(number for number, line in enumerate(lines) if line.startswith(option))
-    end = next(number for number, line in enumerate(lines[at + 1 :], at + 1) if line.startswith("--"))
-    return " ".join(lines[at:end])
+def options_in(helped: str) -> dict[str, str]:
+    """The arguments that a help shows, and what it says of each."""
+    found, last = dict[str, str](), ""
+    for line in (each.strip("│\n")[1:].rstrip() for each in helped.splitlines() if each.startswith("│")):
+        if line.startswith(("-", "[")) or re.match(r"[A-Z_]+(  |$)", line):
+            last, _, text = line.partition("  ")
+            found[last] = text
+        elif last:
+            found[last] += " " + line
+    return {name: " ".join(text.split()) for name, text in found.items()}
 
 
-def json_of_runs() -> Finding:
-    """The verbs that need a run of a language model."""
+def verbs() -> Finding:
+    """Each verb, and each study below one, with its options and their defaults."""
+    found: Finding = {}
+    for verb in re.findall(r"^  ([a-z]+)  ", command("--help"), re.M):
+        helped = command(f"{verb} --help")
+        below = re.findall(r"^  ([a-z]+)  ", helped, re.M) if "STUDY" in helped else []
+        below += sorted(set(re.findall(rf"`thinwire {verb} ([a-z]+)`", " ".join(helped.split()))))
+        found |= {verb: helped} | {f"{verb} {study}": command(f"{verb} {study} --help") for study in below}
+    return {verb: {name: _default(text) for name, text in options_in(helped).items()} for verb, helped in found.items()}
+
+
+def _default(text: str) -> str:
+    default = re.search(r"\((default: .*?|required)\)$", text)
+    return default[1] if default else ""
+
+
+def keys(value: Any, path: str = "") -> set[str]:
+    """The paths of all keys in a JSON value; elements of lists, and keys that are numbers, are alike."""
+    if isinstance(value, dict):
+        inner = [keys(item, f"{path}.{'*' if key.isdigit() else key}") for key, item in value.items()]
+    elif isinstance(value, list):
+        inner = [keys(item, f"{path}[]") for item in value]
+    else:
+        inner = []
+    return {path, *(each for some in inner for each in some)}
+
+
+def there(names: Iterable[str]) -> dict[str, str]:
+    """Names as a finding, so that a comparison says which of them is missing or new."""
+    return dict.fromkeys(sorted(names), "there")
+
+
+def keys_of(words: str) -> dict[str, str]:
+    return there(keys(object_in(command(f"{words} --json"))))
+
+
+def all_keys(*commands: str) -> Finding:
+    """The keys that each of these commands prints, one after another in one folder."""
     files()
-    settings = (
-        "--carrier",
-        "threads",
-        "--steps",
-        "8",
-        "--every",
-        "4",
-        "--delay",
-        "1",
-        "--checkpoint-every",
-        "4",
-        *SMALL,
+    return {words: attempted(partial(keys_of, words)) for words in commands}
+
+
+def keys_of_runs() -> Finding:
+    return all_keys(
+        f"train --out run --steps 8 --every 4 --delay 1 --checkpoint-every 4 --carrier threads --publish {A_TEXT}",
+        "resume run --steps 10",
+        "report run",
+        "top run",
+        "checkpoints run --verify",
+        "sample run thin --tokens 5",
+        "follow run --once --out live",
+        "export run --to safetensors",
+        "evaluate run --eval-batches 1",
+        "branch run --domain wires --out experts --steps 2 --carrier threads --text text.txt",
+        "evaluate experts --text text.txt --eval-batches 1",
     )
-    ended = {"train": keys_of("train", *settings, "--publish", "--out", "run")}
-    for name, words in {
-        "resume": ("resume", "run", "--steps", "10"),
-        "report": ("report", "run"),
-        "top": ("top", "run"),
-        "checkpoints": ("checkpoints", "run", "--verify"),
-        "sample": ("sample", "run", "thin", "--tokens", "5"),
-        "follow": ("follow", "run", "--once", "--out", "live"),
-        "export": ("export", "run", "--to", "safetensors"),
-        "evaluate": ("evaluate", "run", "--eval-batches", "1"),
-        "branch": ("branch", "--run", "run", "--domain", "wires", "--out", "experts", "--steps", "2", "--carrier", "threads", "--text", "text.txt"),
-        "evaluate an ensemble": ("evaluate", "experts", "--text", "text.txt", "--eval-batches", "1"),
-    }.items():  # fmt: skip
-        ended[name] = attempted(partial(keys_of, *words))
-    return ended
 
 
-def json_of_a_job() -> Finding:
-    files()
-    job = ("--job", "job.py", "--carrier", "threads", "--steps", "8", "--every", "4")
-    return {
-        name: attempted(partial(keys_of, *words))
-        for name, words in {
-            "new": ("new", "template.py"),
-            "train a job": ("train", *job, "--out", "job"),
-            "report of a job": ("report", "job"),
-            "compare": ("compare", *job, "--strategies", "diloco", "local_sgd", "--out", "compared"),
-            "doctor": ("doctor",),
-            "docs": ("docs",),
-            "docs of a page": ("docs", "start"),
-        }.items()
-    }
+def keys_of_jobs() -> Finding:
+    job = "--job job.py --carrier threads --steps 8 --every 4"
+    return all_keys(
+        "new template.py",
+        f"train {job} --out run",
+        "report run",
+        f"compare {job} --strategies diloco local_sgd --out compared",
+        "doctor",
+        "docs",
+        "docs start",
+    )
 
 
-def json_of_studies() -> Finding:
-    Path("lengths.txt").write_text("".join(f"{100 + 37 * number % 900}\n" for number in range(40)))
+def keys_of_studies() -> Finding:
+    Path("lengths.txt").write_text("".join(f"{100 + 37 * i % 900}\n" for i in range(40)))
     rows = [(n, m, 3.0 * n**-0.1 * m**0.01) for n in (1e6, 4e6, 1.6e7, 6.4e7) for m in (1, 2, 4)]
-    Path("ladder.csv").write_text(
-        "parameters,replicas,loss\n" + "".join(f"{n:g},{m},{loss:.6f}\n" for n, m, loss in rows)
+    Path("ladder.csv").write_text("parameters,replicas,loss\n" + "".join(f"{n:g},{m},{x:.6f}\n" for n, m, x in rows))
+    return all_keys(
+        "simulate utilization",
+        "simulate run --model nano --steps 40 --every 10 --step-seconds 0.1 --link 10mbit,30ms --text text.txt",
+        "simulate pipeline",
+        "simulate fabric",
+        "simulate overlap",
+        "simulate stragglers --replicas 6 --steps 20 --probe 10",
+        "simulate disrupted --replicas 12 --graphs 2 --runs 1 --rounds 6 --at-round 2",
+        "simulate sampled --peers 10 --sample 3 --rounds 5",
+        "plan fit ladder.csv --draws 20",
+        "plan pack lengths.txt",
+        "plan tp 1b --ranks 2",
+        "plan topology --replicas 6 --model nano --links 50mbit,30ms",
     )
-    machine = "[machine]\n"
-    Path("machine.toml").write_text(machine)
-    return {
-        " ".join(words[:2]): attempted(partial(keys_of, *words))
-        for words in (
-            ("simulate", "utilization"),
-            (
-                "simulate",
-                "run",
-                "--model",
-                "nano",
-                "--steps",
-                "40",
-                "--every",
-                "10",
-                "--step-seconds",
-                "0.1",
-                "--link",
-                "10mbit,30ms",
-            ),
-            ("simulate", "pipeline"),
-            ("simulate", "fabric"),
-            ("simulate", "overlap"),
-            ("simulate", "stragglers", "--replicas", "6", "--steps", "20", "--probe", "10"),
-            (
-                "simulate",
-                "disrupted",
-                "--replicas",
-                "12",
-                "--graphs",
-                "2",
-                "--runs",
-                "1",
-                "--rounds",
-                "6",
-                "--at-round",
-                "2",
-            ),
-            ("simulate", "sampled", "--peers", "10", "--sample", "3", "--rounds", "5"),
-            ("plan", "fit", "ladder.csv", "--draws", "20"),
-            ("plan", "pack", "lengths.txt"),
-            ("plan", "tp", "1b", "--ranks", "2"),
-            ("plan", "topology", "--replicas", "6", "--model", "nano", "--links", "50mbit,30ms"),
-        )
-    }
 
 
-def json_of_machines() -> Finding:
-    """Measuring and planning, and the servers."""
+def keys_of_machines() -> Finding:
+    """Measuring and planning."""
+    return all_keys(
+        "probe --model nano --sequence 16 --link 50mbit,5ms --seconds 0.02 --trips 3",
+        "plan 50mbit,30ms machine.toml --model nano --text text.txt",
+    )
+
+
+def hub() -> Finding:
+    """A hub and its two members, and a lighthouse: keys, and the members' models."""
     files()
-    found: Finding = {
-        "probe": attempted(
-            partial(
-                keys_of,
-                "probe",
-                "--model",
-                "nano",
-                "--sequence",
-                "16",
-                "--link",
-                "50mbit,5ms",
-                "--seconds",
-                "0.02",
-                "--trips",
-                "3",
-            )
-        ),
-        "plan": attempted(
-            partial(keys_of, "plan", "50mbit,30ms", "machine.toml", "--model", "nano", "--text", "text.txt")
-        ),
-    }
-    names = sorted(path.name for path in Path().glob("*.toml"))
-    found["files of probe"] = names
-    with served("lighthouse", "--port", "0") as (said, _):
-        found["lighthouse"] = sorted(keys(said))
-    Path("run.toml").write_text(
-        f'[model]\njob = "{Path("job.py").absolute()}"\n[optimizer]\nsteps = 6\n[method]\nstrategy = "diloco"\nevery = 3\n'
-    )
-    with served("hub", "--out", "hub", "--listen", f"127.0.0.1:{free_port()}", "--uses", "2") as (said, _):
-        found["hub"] = sorted(keys(said))
-        token = said["token"]
+    settings = '[method]\nstrategy = "streaming_sign"\nevery = 4\ndelay = 1\n[optimizer]\nsteps = 10\n'
+    Path("run.toml").write_text(f'{settings}[model]\njob = "{Path("job.py").absolute()}"\n')
+    found: Finding = {}
+    with served("lighthouse --port 0") as said:
+        found["lighthouse"] = there(keys(said))
+    with served(f"hub --out hub --listen 127.0.0.1:{free_port()} --uses 2") as said:
+        found["hub"] = there(keys(said))
 
-        def member(name: str) -> list[str]:
-            return keys_of("join", token, "run.toml", "--name", name, "--out", name, "--keys", "keys", "--trust")
+        def member(name: str) -> dict[str, str]:
+            return keys_of(f"join {said['token']} run.toml --name {name} --out {name} --keys keys --trust")
 
         found["join"] = together({name: partial(member, name) for name in ("oslo", "lima")}, 2)
-        found["hub list"] = keys_of("hub", "list", "--out", "hub")
-        found["hub invite"] = keys_of("hub", "invite", "--out", "hub")
-        found["hub revoke"] = keys_of("hub", "revoke", "lima", "--out", "hub")
-    found["models of the hub's members"] = {name: _model(Path(name)) for name in ("oslo", "lima")}
-    return found
-
-
-def _model(run: Path) -> str:
-    from safetensors.torch import load_file
-
-    return digest(by_name(load_file(run / "model.safetensors")))
+        found |= {words: keys_of(f"hub {words} --out hub") for words in ("list", "invite", "revoke lima")}
+    return found | {f"left by {name}": left_by(Path(name)) for name in ("oslo", "lima")}
 
 
 # ---- the parts together
 
 PARTS: dict[str, Callable[[], Finding]] = {
     "elastic": elastic,
+    "hub": hub,
     "processes": processes,
-    **{f"train {name}": partial(train_carried, name) for name in CARRIED},
-    "json of machines": json_of_machines,
-    "json of runs": json_of_runs,
-    "json of a job": json_of_a_job,
-    "json of studies": json_of_studies,
-    "train codistill": train_codistill,
-    "train resumed": train_resumed,
-    **{f"train {name}": partial(train_alone, name) for name in TRAINED},
+    **{name: partial(train, words) for name, words in reversed(TRAINED.items())},
+    "train and resume": train_resumed,
+    "keys of machines": keys_of_machines,
+    "keys of runs": keys_of_runs,
+    "keys of jobs": keys_of_jobs,
+    "keys of studies": keys_of_studies,
     "recipes": recipes,
     "compositions": compositions,
     "resumed": resumed,
     "solvers": solvers,
     "pieces": pieces,
-    "verbs": helps,
+    "verbs": verbs,
 }
 
 
@@ -1024,13 +870,13 @@ def findings(only: Sequence[str], jobs: int) -> Finding:
     def part(name: str, folder: Path) -> Any:
         folder.mkdir()
         os.chdir(folder)
-        os.environ["HOME"] = str(folder)  # what the user has trusted and downloaded stays out of it
+        os.environ["HOME"] = str(folder)  # what this user has trusted and downloaded stays out of it
         began = time.monotonic()
         found = attempted(PARTS[name])
-        print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - began:5.1f} s  {name}", file=sys.stderr, flush=True)
         return found
 
-    over_threads(tw.diloco(every=4), 2)  # loads compiled loops and modules, which the processes then have
+    over_threads(tw.diloco(every=4), 2)  # loads compiled loops and modules, which all processes then have
     chosen = [name for name in PARTS if not only or name.startswith(tuple(only))]
     with tempfile.TemporaryDirectory() as folder:
         calls = {name: partial(part, name, Path(folder) / str(number)) for number, name in enumerate(chosen)}
@@ -1038,11 +884,9 @@ def findings(only: Sequence[str], jobs: int) -> Finding:
 
 
 def flat(value: Any, path: str = "") -> dict[str, str]:
-    """Every leaf of a finding by its path. A list of keys is a set of leaves, so that a missing one is named."""
+    """Every value of a finding by its path."""
     if isinstance(value, dict):
         inner = [flat(item, f"{path} › {key}" if path else str(key)) for key, item in value.items()]
-    elif isinstance(value, list) and all(isinstance(item, str) for item in value) and len(set(value)) == len(value) > 2:
-        inner = [{f"{path} › {item}": "there"} for item in value]
     elif isinstance(value, list):
         inner = [flat(item, f"{path} › {number}") for number, item in enumerate(value)]
     else:
