@@ -3,8 +3,8 @@
     python benchmarks/unchanged.py record FILE [--only WORD ...] [--jobs 2]
     python benchmarks/unchanged.py compare FILE [--only WORD ...] [--jobs 2]
 
-`record` writes what the tree beside this script does; `compare` does the same again, prints a table of what differs, and exits with 1
-if anything does. The parts:
+`record` writes what the thinwire of this interpreter does; `compare` does the same again, prints a table of what differs, and exits
+with 1 if anything does. The parts:
 
 - `recipes`, `compositions`: each recipe, and strategies that no recipe has, over threads: what the strategy prints, bytes predicted and
   counted, digests of weights, anchors and state. `resumed`: runs that are saved in the middle, mostly with rounds in flight.
