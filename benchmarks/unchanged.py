@@ -17,7 +17,7 @@ with 1 if anything does. The parts:
 **A recording is for one machine**: libraries round differently on another processor, or in another version. Take it from the same
 machine, interpreter and packages; `compare` says if one of these is another. What follows a clock has no place here: a run either
 has a clock that stands still or virtual time, or waits for the others at each round. Two recordings of one tree must be equal: record,
-then compare at once. --only: the parts whose names begin with one of these words. It takes about two minutes on two cores.
+then compare at once. --only: the parts whose names begin with one of these words; recorded, they are put into FILE beside the others.
 """
 
 from __future__ import annotations
@@ -927,12 +927,18 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="parts that run at once")
     asked = parser.parse_args()
-    recording = json.loads(asked.file.read_text()) if asked.verb == "compare" else {}
+    # `record` of some parts leaves the others in the file as they are
+    recording = (
+        json.loads(asked.file.read_text()) if asked.verb == "compare" or (asked.only and asked.file.exists()) else {}
+    )
+    only = asked.only or [name for name in recording.get("findings", ()) if name in PARTS]
     file, about = asked.file.absolute(), provenance()
     torch.set_num_threads(1)
-    found = json.loads(json.dumps(findings(asked.only, asked.jobs)))
+    found = json.loads(json.dumps(findings(only, asked.jobs)))
     if asked.verb == "record":
-        file.write_text(json.dumps(about | {"findings": found}, indent=1, ensure_ascii=False) + "\n")
+        file.write_text(
+            json.dumps(about | {"findings": recording.get("findings", {}) | found}, indent=1, ensure_ascii=False) + "\n"
+        )
         failed = errors_in(found)
         print("".join(f"{path}: {text}\n" for path, text in failed.items()), end="")
         print(f"{len(flat(found))} values of {len(found)} parts recorded in {file}; {len(failed)} errors")
@@ -945,6 +951,9 @@ def main() -> int:
         if then != today:
             print(f"another {name}, so digests may differ for that alone: {then} recorded, {today} here")
     before = {name: part for name, part in recording["findings"].items() if not asked.only or name in found}
+    missing = [name for name in PARTS if name not in recording["findings"]]
+    if missing and not asked.only:
+        print(f"not recorded, so not compared: {', '.join(missing)}")
     rows = differences(before, found)
     print(table(rows))
     print(f"{len(rows)} of {len(flat(before))} values differ from {file} (commit {recording['commit']})")
