@@ -50,13 +50,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.catalogue.methods import RECIPES
 
 # These names may move; if they do, change these lines and nothing else. All else is found by text and by the command.
 from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.comm import CountedGroup, Ledger, start_torch
+from thinwire.lab.methods import Cyclic, Dadao, Extragradient, Masha1, Masha2, Multiplexed, Repetition, Saddle, saddle
 from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
-from thinwire.methods import Cyclic, Dadao, Extragradient, Masha1, Masha2, Multiplexed, Repetition, Saddle, saddle
-from thinwire.recipes import RECIPES
 
 LIMIT = 900.0  # seconds after which a process counts as failed; it only ends a hang
 STEPS = 14
