@@ -2,12 +2,14 @@
 
 import json
 import math
+import time
 
 import pytest
 
 from thinwire.app.cli import main
 from thinwire.app.records.losses import outcome
 from thinwire.app.records.replica_record import Evaluations, smoothed
+from thinwire.app.records.run_record import RunRecord
 from thinwire.app.report.replica_progress import ReplicaProgress
 from thinwire.app.trainer.settings import DataSpec
 
@@ -51,8 +53,15 @@ def test_a_run_that_diverged_says_so(tmp_path, capfd, lr):
 
 
 def test_time_and_samples_close(tmp_path):
+    began = time.time()
     code, summary = train(tmp_path / "run", "--steps", "10")
+    lasted = time.time() - began
     assert code == 0 and summary["status"] == "finished"
+    record = RunRecord.load(tmp_path / "run")
+    of_a_replica = max(replica.time["elapsed"] for replica in record.replicas)
+    assert of_a_replica < summary["time"]["elapsed"] <= lasted  # of the command
+    assert record.summary.time == summary["time"]
+    assert math.isclose(summary["time"]["stalled"], summary["stall_seconds"])
     parts = dict(summary["time"])
     elapsed = parts.pop("elapsed")
     assert set(parts) == {"start", "training", "stalled", "evaluation", "saving", "end"}
@@ -85,11 +94,13 @@ def test_what_diverged_means(loss, seen, skipped, diverged):
         (2e18, [(1.2, 0.4)], False),  # the evaluation has a scale of its own
         (0.4, [(1e-9, 0.3)], False),  # policies that were equal
         (0.4, [], False),
+        (0.4, [(1.2, 2e9)], True),  # an error rate that is no better than at first
+        (0.1, [(1.2, 2e9)], False),
     ],
 )
 def test_a_job_of_ones_own_is_judged_by_its_first_step(loss, trained, diverged):
     """Nobody knows the loss of its untrained model."""
-    told = outcome("finished", loss, evaluations(loss / 2, loss), math.nan, 0.0, trained)
+    told = outcome("finished", loss, evaluations(0.2 if loss < 1 else loss / 2, loss), math.nan, 0.0, trained)
     assert told.startswith("diverged") == diverged
 
 

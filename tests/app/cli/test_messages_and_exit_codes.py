@@ -258,6 +258,9 @@ def test_resuming_a_finished_run_trains_nothing(
     assert isinstance(first["wire_bytes_sent"], int) and first["steps"] == 4
     assert main(["train", "--resume", "--out", str(folder), "--steps", "2"]) == 0
     assert "finished already, with 4 steps" in capsys.readouterr().out
+    assert main(["resume", str(folder), "--replicas", "3"]) == 0
+    assert "finished already, with 4 steps, and --replicas 3 has no effect" in capsys.readouterr().out
+    assert Run.load(folder / "run.toml").placement.replicas == 2
 
 
 def test_report_looks_at_out_before_it_reads_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

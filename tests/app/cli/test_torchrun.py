@@ -119,6 +119,7 @@ def test_a_rank_that_is_signalled_twice_stops_as_after_once(
 
     def train(run: Run, folder: Path, resume: bool, stop: launch.Stop) -> dict[str, bool]:
         with launch.stopping(stop):
+            stop.heed()
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
             stopped.append(stop.is_set())  # and writes a checkpoint

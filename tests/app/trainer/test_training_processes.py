@@ -64,6 +64,16 @@ def loss(model, batch):
         Path("began").touch()
     return model(batch).square().mean()
 """
+SLOW = """
+calls = []
+
+def begun():
+    calls.append(None)
+    if len(calls) <= 200:  # of two replicas
+        return False
+    time.sleep(1.0)
+    return True
+"""
 LATE = f"""\
 {JOB}
 def evaluate(model):
@@ -262,9 +272,11 @@ def test_ctrl_c_stops_cleanly_and_the_run_resumes_exactly(
 
 
 def test_a_second_ctrl_c_ends_threads_within_a_step(tmp_path: Path) -> None:
-    """The step has a billion micro-batches. Threads that were left running would abort the process."""
-    (tmp_path / "endless.py").write_text(JOB)
-    given = ["--job", "endless.py", "--carrier", "threads", "--accumulate", "1000000000", "--out", "run"]
+    """All steps but the first ones have long micro-batches. Threads that were left running would abort the process."""
+    (tmp_path / "endless.py").write_text(JOB.replace('"began").touch()', '"began").touch() if begun() else None'))
+    with (tmp_path / "endless.py").open("a") as job:
+        job.write(SLOW)
+    given = ["--job", "endless.py", "--carrier", "threads", "--accumulate", "100", "--out", "run"]
     command = [sys.executable, "-m", "thinwire", "train", *given]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert process.stderr is not None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from textwrap import fill
 
-from thinwire.app.cli.signals import handled
 from thinwire.app.cli.streams import outliving_their_reader
 from thinwire.app.cli.verbs import verb as verb_of
 from thinwire.app.cli.verbs import verbs
 from thinwire.app.records.printable import printable_lines, reason
+from thinwire.app.trainer.signals import ending_in_time, handled
 from thinwire.choices import listed, nearest
 from thinwire.errors import JobError, ThinwireError
 from thinwire.trust import commanded
@@ -38,7 +39,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
 
 
+_began = [time.time()]  # the time of day at which the command began
+
+
+_interrupted = [False]  # whether a signal has ended the verb before its work was done, and nothing is to be saved
+
+
+def interrupted() -> bool:
+    """Whether a signal has ended the verb, with nothing left to save or close."""
+    return _interrupted[0]
+
+
+def began() -> float:
+    """The time of day at which the command of this process began."""
+    return _began[0]
+
+
 def _run(arguments: list[str]) -> int:
+    _began[:] = [time.time()]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0
@@ -55,7 +73,8 @@ def _run(arguments: list[str]) -> int:
     try:
         # SIGTERM and SIGHUP (a closed terminal) end a verb like Ctrl-C, so that it cleans up; one that trains has its own handler
         with (
-            handled(_end, signal.SIGTERM, signal.SIGHUP),
+            handled(_end, signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+            ending_in_time(f"thinwire {verb}: interrupted"),
             commanded(rest, reads=found.reads),
         ):
             return int(found.load().main(rest))
@@ -73,6 +92,7 @@ def _run(arguments: list[str]) -> int:
         return 2 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 1
     except KeyboardInterrupt as stop:
         print(f"thinwire {verb}: interrupted", file=sys.stderr)
+        _interrupted[:] = [True]
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
 
 

@@ -79,6 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
     stop = launch.Stop()
+    stop.heed()  # the results of the runs before are shown
     with launch.stopping(stop):
         for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
             for strategy, run in settings.items():

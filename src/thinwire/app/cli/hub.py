@@ -19,11 +19,11 @@ import tyro
 from rich.console import Console
 
 from thinwire.app.cli import options
-from thinwire.app.cli.signals import asked_to_end
 from thinwire.app.cli.streams import unread
 from thinwire.app.cli.tls import set_up_grpc
 from thinwire.app.records.printable import printable, quoted
 from thinwire.app.records.published import PublishedFolder
+from thinwire.app.trainer.signals import asked_to_end
 from thinwire.errors import ConfigurationError
 from thinwire.files import write_whole
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.app.cli import options
-from thinwire.app.cli.signals import asked_to_end
 from thinwire.app.records.printable import quoted
+from thinwire.app.trainer.signals import asked_to_end
 from thinwire.errors import ConfigurationError
 from thinwire.membership.channel import LIGHTHOUSE_PORT, secret_in
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT

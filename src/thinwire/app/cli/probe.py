@@ -29,6 +29,7 @@ from thinwire.app.trainer import launch
 from thinwire.app.trainer.place import device_of
 from thinwire.app.trainer.run import Run
 from thinwire.comm import Group, Link, LinkedGroup, gather, run_threads
+from thinwire.comm.group import TIMEOUT
 from thinwire.errors import ConfigurationError
 from thinwire.files import check_place
 
@@ -62,7 +63,7 @@ class Options:
     """Number of round trips per pair."""
     name: str | None = None
     """Name of this machine. Default: its host name."""
-    timeout: float = 300.0
+    timeout: float = TIMEOUT
     """Seconds to wait for a silent replica."""
     json: bool = False
     """Stdout ends with one JSON object."""

@@ -143,7 +143,12 @@ def main(arguments: Sequence[str]) -> int:
     if place is not None:
         return _as_rank(*place, run, asked, folder, console, lines)
     with run_folder.claimed(folder, begun):
-        if begun and not asked.from_start and not asked.joining and other_number(run, folder):
+        ended = begun and asked.resume and not asked.from_start and complete(run, folder)
+        resized = begun and not asked.from_start and not asked.joining and other_number(run, folder)
+        asked_for = run.placement.replicas
+        if resized and ended:
+            run = run.changed(replicas=Run.load(folder / "run.toml").placement.replicas)
+        elif resized:
             say(resize(run, folder, model))
         del model
         run_folder.new_folder(run, folder, begun, asked.name or "*")
@@ -154,9 +159,10 @@ def main(arguments: Sequence[str]) -> int:
             run_folder.set_aside(folder, asked.name or "*")
         resume, stop = asked.resume and not asked.from_start, launch.Stop()
         with launch.stopping(stop):
-            if begun and resume and complete(run, folder):
+            if ended:
                 trained = RunRecord.load(folder).summary.steps
-                say(f"finished already, with {trained} steps; to train longer give more --steps")
+                without = f", and --replicas {asked_for} has no effect" if resized else ""
+                say(f"finished already, with {trained} steps{without}; to train longer give more --steps")
             else:
                 command = resume_command(folder, options=_membership_options(asked))
                 with _told(asked, run, folder, console), saying_how_to_resume(folder, command):
@@ -224,7 +230,7 @@ def _as_rank(
             progress.pass_over()
             again = saying_how_to_resume(folder, resume_command(folder))
             with again, watched(folder, progress, stop) as tick, watching(tick, 0.2, "thinwire-progress"):
-                launch.train_as_rank(run, folder, resume, stop)
+                launch.train_as_rank(run, folder, resume, stop, progress.say_start)
         return finish(folder, console, asked.json, stop)
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
+from thinwire.app import cli
 from thinwire.app.cli.options import teller
 from thinwire.app.cli.pages import write_report
 from thinwire.app.cli.summary import exit_code_of, speed_advice, stall_advice, summary_of, without_result
 from thinwire.app.records.participation import explained_steps
 from thinwire.app.records.printable import quoted, reason
 from thinwire.app.records.run_record import RunRecord, text_of_privacy
+from thinwire.app.records.units import text_of_seconds
 from thinwire.app.report.progress import Progress, final_table
 from thinwire.app.report.terminal import reading
 from thinwire.app.trainer import launch, run_folder
@@ -81,13 +84,15 @@ def resume_command(folder: Path, verb: str = "train", options: str = "") -> str:
 
 @contextmanager
 def saying_how_to_resume(folder: Path, command: str) -> Iterator[None]:
-    """A context in which the error of replicas that were lost ends with the `command` that resumes the run, if it has a checkpoint."""
+    """A context in which the error of replicas that were lost, or of a model that could be written nowhere, ends with the `command` that resumes
+    the run, if it has a checkpoint."""
     try:
         yield
-    except LinkError as error:
+    except (LinkError, CheckpointError) as error:
         run = run_folder.run_in(folder)
         over = complete(run, folder) or cannot_resume(run) or of_full_disk(folder)[1]
         over = over or any(end in str(error) for end in ("EndedError", " is revoked", "To resume: "))
+        over = over or (isinstance(error, CheckpointError) and "then resume: " not in str(error))
         if any(folder.glob("checkpoints/*/step-*")) and not over:
             error.args = (f"{error}\nTo resume: {command}",)
         raise
@@ -119,6 +124,7 @@ def finish(
     try:
         with reading(console, [folder]):
             record = RunRecord.load(folder)
+            record = record.of_command(cli.began(), time.time() - cli.began())
     except DataError:
         if stop.is_set():  # before training began
             raise KeyboardInterrupt(stop.number) from None
@@ -133,8 +139,10 @@ def finish(
     if told := text_of_privacy(record.privacy):
         say(f"{told} (predicted)")
     try:
+        drawing = time.monotonic()
         with reading(console, [folder]):
             drawn = f"report: {write_report([record], folder / 'report.html')}"
+        drawn += f" (drawn in {text_of_seconds(time.monotonic() - drawing)})"
     except DataError as error:  # the run is complete without it
         drawn = f"no report: {reason(error)}"
     say(drawn)

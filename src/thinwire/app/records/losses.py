@@ -16,6 +16,7 @@ from thinwire.app.records.units import text_of_loss
 MOST_LOSSES = 32  # most losses of an evaluation
 DIVERGED = "diverged"  # the status of a run that did all its steps, and whose model is worse than before them
 WORSE_THAN_BEST, CONVERGED = 10.0, 0.01  # factors, see `outcome`
+OUT_OF_HAND = 1e3  # times the loss of the first step: no loss in training grows like that and means anything
 LEAST_LOSS = 1e-6  # a smaller loss of a first step is rounding, as of policies that are still equal
 ABOVE_UNIFORM = 1.0  # nats; measured for untrained models: 0.61 (nano, 256 tokens)
 JUMPED = "jumped"  # the status of an elastic run that came to its last step, and most of whose steps nobody trained
@@ -82,6 +83,11 @@ def _divergence(
     begun = max((abs(first) for first, _ in trained), default=math.nan)
     if begun > LEAST_LOSS and all(value > WORSE_THAN_BEST * begun for value in (loss, *(last for _, last in trained))):
         return f"{told}, over {WORSE_THAN_BEST:g} times the loss of its first step ({text_of_loss(begun)})"
+    # an error rate or a cost with a bound of its own does not grow; then it must not have improved
+    grown = begun > LEAST_LOSS and all(last > OUT_OF_HAND * begun for _, last in trained)
+    if grown and len(losses) > 1 and loss >= first:
+        last = text_of_loss(max(last for _, last in trained))
+        return f"{told}, no better than at first, and the loss in training is {last}, over {OUT_OF_HAND:g} times that of its first step"
     if skipped > 0.5:
         return f"{told}, and {skipped:.0%} of all steps changed no weights, because their gradients were not finite"
     return ""

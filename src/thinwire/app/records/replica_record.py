@@ -110,6 +110,7 @@ class ReplicaRecord:
     lost: tuple[Lost, ...]
     windows: tuple[Span, ...]  # the training loop of each session, first step to last
     incarnations: tuple[Span, ...]  # of its process
+    opened: tuple[float, ...]  # the time of day at which each of them began
     steps: Steps  # trained, jumped and counted
     rounds: tuple[RoundSeen, ...]  # rounds among replicas that come and go, as this one saw them
     stopped: str | None  # why the last session stopped before its time
@@ -172,7 +173,8 @@ class ReplicaRecord:
             )
             for one in self.incarnations
         )
-        stalled = min(self.stall_seconds, self.wall_seconds)
+        told = number(self.end["summary"].get("stall_seconds")) if self.end else math.nan
+        stalled = min(told if math.isfinite(told) and told >= 0 else self.stall_seconds, self.wall_seconds)
         evaluation, saving = self.evaluation_seconds, self.saving_seconds
         training = self.wall_seconds - stalled
         end = max(0.0, elapsed - start - training - stalled - evaluation - saving)
@@ -180,6 +182,19 @@ class ReplicaRecord:
             "start": start, "training": training, "stalled": stalled, "evaluation": evaluation, "saving": saving, "end": end,
         }  # fmt: skip
         return {"elapsed": sum(parts.values())} | parts
+
+    def time_of_command(self, began: float, seconds: float) -> Mapping[str, float]:
+        """`time`, with all that the command took that trained last: it began at the time of day `began`, and has lasted for `seconds`. What it
+        did before its replicas' first process is part of `start`, what it did besides is part of `end`.
+        """
+        parts = self.time
+        here = [(opened, one.end - one.begin) for opened, one in zip(self.opened, self.incarnations) if opened >= began]
+        if not here:
+            return parts
+        before = min(here)[0] - began
+        rest = max(0.0, seconds - before - sum(lasted for _, lasted in here))
+        more = {"elapsed": before + rest, "start": before, "end": rest}
+        return {what: spent + more.get(what, 0.0) for what, spent in parts.items()}
 
     @property
     def compute_utilization(self) -> float:
@@ -274,6 +289,7 @@ def _record(history: History, begins: Sequence[float], clock: Offset | None) -> 
         incarnations=tuple(
             Span(begin, begin + session.end, session.step) for begin, session in zip(offsets.tolist(), history.sessions)
         ),
+        opened=tuple(session.opened for session in history.sessions),
         steps=history.steps,
         rounds=tuple(
             replace(one.seen, seconds=one.seen.seconds + float(offsets[one.session])) for one in history.rounds

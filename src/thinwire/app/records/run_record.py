@@ -149,6 +149,13 @@ class RunRecord:
         loss, best = (math.inf, 0.0) if useless(self.status) else (said.eval_loss, best)
         return score_of(self.replicas, said.bits_per_parameter_per_step, said.taking_part, loss, best)
 
+    def of_command(self, began: float, seconds: float) -> RunRecord:
+        """This record with the time of the whole command, if it has trained: see `ReplicaRecord.time_of_command`."""
+        if not any(opened >= began for replica in self.replicas for opened in replica.opened):
+            return self
+        time = _mean_time([replica.time_of_command(began, seconds) for replica in self.replicas])
+        return replace(self, summary=replace(self.summary, time=time))
+
     @property
     def clocks(self) -> dict[str, Offset]:
         """How far replicas' clocks are ahead of the first one's, by name. A replica whose messages do not tell is left out."""
@@ -287,6 +294,10 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
     return _overlaid(computed, {**_summary_file(folder), **means}), [remark] if without else []
 
 
+def _mean_time(times: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    return {what: sum(time[what] for time in times) / len(times) for what in times[0]}
+
+
 def _mean(values: Sequence[object]) -> object:
     numbers = [number(value) for value in values]
     return values[0] if any(math.isnan(value) for value in numbers) else sum(numbers) / len(numbers)
@@ -303,6 +314,10 @@ def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
             continue  # nobody can tell them alone
         if item.name == "losses":
             changed[item.name] = named_losses(value)
+        elif item.name == "time":  # the command's own, which its file tells
+            parts = {what: number(spent) for what, spent in value.items()} if isinstance(value, dict) else {}
+            known = parts.keys() == summary.time.keys() and all(0 <= spent < math.inf for spent in parts.values())
+            changed |= {item.name: parts} if known and parts["elapsed"] >= summary.time["elapsed"] else {}
         elif item.name == "provenance":
             changed |= {item.name: value} if value in PROVENANCES else {}
         elif item.name != "strategy" and not math.isnan(number(value)):
@@ -344,7 +359,7 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         wall_seconds=max(r.wall_seconds for r in replicas),
         stall_seconds=float(np.mean([r.stall_seconds for r in replicas])),
         provenance=provenance_of(start),
-        time=max((r.time for r in replicas), key=lambda parts: parts["elapsed"]),
+        time=_mean_time([r.time for r in replicas]),
         **_membership(replicas),
         **samples_of([replica.end["summary"] for replica in replicas if replica.end], _computed_samples(replicas)),
     )

@@ -44,7 +44,7 @@ class Summary:
     samples_lost: int | None = None
     samples_waiting: int | None = None  # of the present epoch, that nobody has trained
     samples_dropped: int | None = None  # trained and not in the weights: others train them, or have trained them
-    # seconds of the replica that took longest: `elapsed` is the sum of the others
+    # mean seconds of a replica: `elapsed` is the sum of the others; in the summary of the command that trained, of the whole command
     time: Mapping[str, float] = field(default_factory=dict)
     # by name, the first is `eval_loss`; where a job names several, or replicas have unlike models
     losses: Mapping[str, float] = field(default_factory=dict)

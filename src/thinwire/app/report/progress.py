@@ -79,6 +79,7 @@ class Progress:
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
         self._unit, self._provenance = UNITS[0], "measured"
+        self._waits = ""  # what the start waits for
         self._here = ""  # behind sums, if the run has more replicas than are followed
         self._opened = self._spoke = time.monotonic()
         self._spoke_step = 0
@@ -165,6 +166,11 @@ class Progress:
         """Show a line that is not in the logs."""
         self._print(text)
 
+    def say_start(self, text: str) -> None:
+        """Show what the start waits for, also as its phase."""
+        self._waits = text
+        self._print(text)
+
     def _say(self, what: str, said: object) -> None:
         if (text := str(said)) not in self._said:
             self._said.add(text)  # several replicas report the same line
@@ -196,7 +202,8 @@ class Progress:
         """The phase before the first step; empty afterwards."""
         if any(replica.recent or replica.ended for replica in self._replicas):
             return ""
-        return "compiling, meeting the others" if all(replica.begun for replica in self._replicas) else "starting"
+        begun = all(replica.begun for replica in self._replicas)
+        return "compiling, meeting the others" if begun else self._waits or "starting"
 
     def _elapsed(self) -> str:
         return text_of_seconds(round(time.monotonic() - self._opened))

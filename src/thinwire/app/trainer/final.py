@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from thinwire import checkpoint
 from thinwire.app.jobs.base import Job
-from thinwire.app.records.printable import quoted
 from thinwire.app.trainer.run import Run
 from thinwire.errors import CheckpointError
 
@@ -72,8 +71,8 @@ def _spare(folder: Path) -> str:
 
 
 def _left(folder: Path, writer: str, nbytes: int) -> str:
-    """What to do about a model that was written nowhere."""
+    """What to do about a model that was written nowhere. The command adds its own way to resume."""
     found, _ = checkpoint.newest(folder / "checkpoints" / writer)
     if found is None:
         return f"There is no checkpoint either, so the training is lost: free {nbytes:,} bytes, and train again in another --out."
-    return f"Free {nbytes:,} bytes, then `thinwire resume {quoted(folder)}` goes on from the checkpoint of step {found.step}."
+    return f"Free {nbytes:,} bytes, then resume: the run goes on from the checkpoint of step {found.step}."

@@ -36,6 +36,7 @@ from thinwire.app.trainer.place import Stop as Stop
 from thinwire.app.trainer.resuming import complete
 from thinwire.app.trainer.run import Run
 from thinwire.app.trainer.run_folder import run_in
+from thinwire.app.trainer.signals import ending_in_time, leave
 from thinwire.app.trainer.trainer import Trainer
 from thinwire.app.trainer.watch import LOOK_SECONDS, warn_of_open_files, watching
 from thinwire.comm import Link, TorchGroup, parse_link, run_threads, start_torch
@@ -135,17 +136,25 @@ def began_here(rank: int, folder: Path, now: bool = False) -> bool:
         raise LinkError(f"torchrun's store cannot be reached at {':'.join(map(str, master()))} ({error}).") from None
 
 
-def train_as_rank(run: Run, folder: Path, resume: bool, stop: Stop | None = None) -> dict[str, Any]:
-    """Train as the rank in torchrun's environment, from joining the world to leaving it."""
+def _say_here(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def train_as_rank(
+    run: Run, folder: Path, resume: bool, stop: Stop | None = None, say: Callable[[str], object] = _say_here
+) -> dict[str, Any]:
+    """Train as the rank in torchrun's environment, from joining the world to leaving it. `say` is told which ranks it waits for."""
     stop = stop or Stop()
-    with joined(run.placement.replicas, run.placement.timeout, parse_link(run.placement.uplink)) as group:
+    with joined(run.placement.replicas, run.placement.timeout, parse_link(run.placement.uplink), say) as group:
         place = Place(group, folder, resume, group.site, group.shard, group.shards, local_rank(), stop)
         with stopping(stop):
             return train_here(run, place)
 
 
 @contextmanager
-def joined(replicas: int, timeout: float, uplink: Link | None = None) -> Iterator[TorchGroup]:
+def joined(
+    replicas: int, timeout: float, uplink: Link | None = None, say: Callable[[str], object] = _say_here
+) -> Iterator[TorchGroup]:
     """A context in which this process is the rank of torchrun's environment, in a world of `replicas`. `uplink` is the rate of a site."""
     place = torchrun_place()
     assert place is not None, "only a rank joins"
@@ -153,9 +162,9 @@ def joined(replicas: int, timeout: float, uplink: Link | None = None) -> Iterato
     check_world(world, replicas)
     prefix = f"thinwire/attempt-{_variable('TORCHELASTIC_RESTART_COUNT', 0, 0)}" if _agent() else None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # nccl inside a replica; packets take gloo
-    start_torch(rank, world, address, port, timeout, backend, prefix)
+    start_torch(rank, world, address, port, timeout, backend, prefix, say)
     rate = uplink.bits_per_second * replicas / world if uplink else None  # the ranks of a replica share its uplink
-    group = TorchGroup.from_world(replicas, timeout=timeout, uplink=rate)
+    group = TorchGroup.from_world(replicas, timeout=timeout, uplink=rate, say=say)
     try:
         yield group
     finally:
@@ -256,7 +265,7 @@ def run_processes(
     except BaseException:
         end(processes)
         raise
-    unready = 130, -signal.SIGINT, -signal.SIGTERM
+    unready = 130, 143, -signal.SIGINT, -signal.SIGTERM
     if stop.is_set() and any(process.returncode in unready for process in processes):
         raise KeyboardInterrupt(stop.number)  # a replica had not begun, or did not wait
     if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
@@ -285,6 +294,7 @@ def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick, stop: Stop, gra
     """
     passed_on, first_failure = False, None
     silent: list[int] = []
+    stop.heed()  # the replicas do
     with stopping(stop):
         while any(process.poll() is None for process in processes):
             tick()
@@ -293,7 +303,7 @@ def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick, stop: Stop, gra
                 passed_on = True
                 print(f"\n{STOPPING}", file=sys.stderr)
                 for process in processes:
-                    process.send_signal(signal.SIGINT)
+                    process.send_signal(signal.SIGTERM)  # while it loads, an import may swallow a KeyboardInterrupt
             if any(process.poll() for process in processes):
                 first_failure = first_failure or time.monotonic()
                 if time.monotonic() - first_failure > grace:
@@ -367,9 +377,9 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], run: Run, folder: Pa
 
 @contextmanager
 def stopping(stop: Stop, raises: bool = True) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) sets `stop`. A second SIGINT or SIGTERM ends a process that was not launched, by
-    KeyboardInterrupt, or if it does not raise by `stop.at_once`. Only the main thread can listen. A SIGHUP that nohup lets the process ignore
-    stays ignored.
+    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) sets `stop`, and if nothing was trained yet ends the process, by
+    KeyboardInterrupt. So does a second SIGINT or SIGTERM in a process that was not launched; if `raises` is False, by `stop.at_once`. Only the
+    main thread can listen. A SIGHUP that nohup lets the process ignore stays ignored.
     """
 
     def handle(number: int, frame: object) -> None:
@@ -383,11 +393,12 @@ def stopping(stop: Stop, raises: bool = True) -> Iterator[None]:
             stop.at_once = True
         stop.number = number
         stop.set()
+        if not stop.heeded:
+            raise KeyboardInterrupt(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    stop.heeded = True
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         before[signal.SIGHUP] = signal.signal(signal.SIGHUP, handle)
@@ -433,12 +444,13 @@ def as_replica(train: Callable[[Stop], object], failed: int = 1, has_the_hub: bo
     args = stop, has_the_hub
     threading.Thread(target=_stop_with_the_launcher, args=args, name="thinwire-launcher-watch", daemon=True).start()
     try:
-        train(stop)
+        with ending_in_time("interrupted"):
+            train(stop)
     except ThinwireError as error:
         print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return failed
     except KeyboardInterrupt:
-        return 130
+        leave(130)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 from thinwire.app.jobs.base import Share
 from thinwire.app.trainer.member import MemberSpec
 from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.signals import heed
 from thinwire.comm import Group
 
 if TYPE_CHECKING:
@@ -31,12 +33,18 @@ class Stop(threading.Event):
 
     number: int = signal.SIGTERM
     at_once: bool = False  # whether replicas that are threads end without a checkpoint
-    heeded: bool = False  # whether this process trains, and ends with a checkpoint when it is asked to stop
+    heeded: bool = False  # whether this run has trained, and ends with a checkpoint; before that it ends at once
     orphaned: bool = False  # whether the launcher is gone, so that nobody else could end this process
 
     def __init__(self, launched: bool = False) -> None:
         super().__init__()
         self.launched = launched
+
+    def heed(self) -> None:
+        """Called when there is something to save: after the first inner step, and where other processes train."""
+        if not self.heeded:
+            self.heeded = True
+            heed(math.inf if self.launched else 1)
 
     @property
     def exit_code(self) -> int:

@@ -71,6 +71,7 @@ def train_elastic(
 
     Raises `LinkError` with the reason if none of them has finished; `CheckpointError` if none has anything to resume from.
     """
+    stop = stop or Stop()
     open_job(run, folder)  # once, so that the text is tokenised before they start, and errors appear here
     (folder / "logs").mkdir(exist_ok=True)
     names = [joining.name] if joining else [f"replica-{index}" for index in range(run.placement.replicas)]
@@ -90,10 +91,12 @@ def train_elastic(
         if joining and (away := meeting.away()):  # its process takes seconds to start, and then asks for as long
             say(f"{joining.name} waits: {away}")
         try:
-            _watch(replicas, needed, None if joining else run.placement.timeout, tick, say, stop or Stop())
+            _watch(replicas, needed, None if joining else run.placement.timeout, tick, say, stop)
         except BaseException:
             end([replica.process for replica in replicas])
             raise
+    if stop.is_set() and not any(replica.step for replica in replicas):
+        raise KeyboardInterrupt(stop.number)  # before training began
     given_up = [f"{replica.name}: {replica.given_up}" for replica in replicas if replica.given_up]
     if given_up and not any(replica.finished for replica in replicas):
         raise_for_job(replica.given_up for replica in replicas)
@@ -174,6 +177,7 @@ def _watch(replicas: list[_Replica], needed: int, seconds: float | None, tick: T
     The first Ctrl-C (or SIGTERM) is forwarded, and no replica is restarted. The second ends them.
     """
     passed_on = False
+    stop.heed()  # the replicas do
     with stopping(stop):
         while any(replica.going for replica in replicas):
             tick()
@@ -182,7 +186,7 @@ def _watch(replicas: list[_Replica], needed: int, seconds: float | None, tick: T
                 passed_on = True
                 print(f"\n{STOPPING}", file=sys.stderr)
                 for replica in replicas:
-                    replica.process.send_signal(signal.SIGINT)
+                    replica.process.send_signal(signal.SIGTERM)
             for replica in replicas:
                 replica.listen()
                 _look_after(replica, any(other.finished for other in replicas), passed_on, say)
@@ -201,7 +205,7 @@ def _see_off(replicas: list[_Replica], seconds: float, say: Say) -> None:
     going = [replica for replica in replicas if replica.going]
     if all(replica.keeps for replica in going):
         for replica in going:
-            replica.process.send_signal(signal.SIGINT)
+            replica.process.send_signal(signal.SIGTERM)
             replica.keeps = False
     elif any(replica.finished for replica in replicas) and not any(replica.keeps for replica in going):
         for replica in going:

@@ -163,6 +163,7 @@ class Trainer(ABC):
             with publishing(run, self.place, self.job, self.model, self.replica, log=self.log) as self._publisher:
                 self._loop()
                 whole = self.progress >= run.optimizer.steps
+                self.place.stop.heed()
                 if whole:
                     self._finish()
         except (LinkError, EndedError) as error:
@@ -195,6 +196,7 @@ class Trainer(ABC):
                 replica.request_stop()
             before, began = replica.step, self.progress
             self._inner_step()
+            self.place.stop.heed()
             if self._publisher and self._landed and self._publisher.idle:
                 self._landed = False
                 self._publisher.offer(replica.step, replica.anchors())

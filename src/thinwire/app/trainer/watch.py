@@ -50,7 +50,8 @@ class FolderWatch:
         self._folder, self._say, self._stop = folder, say, stop
         self._held = HeldFolder(folder)
         self._looked = self._heard = time.monotonic()
-        self._full, self._nbytes, self._patience = False, -1, QUIET_SECONDS
+        self._full, self._patience = False, QUIET_SECONDS
+        self._begin = self._nbytes = self._events()
 
     def look(self) -> None:
         """Look, if it is time."""
@@ -83,25 +84,35 @@ class FolderWatch:
         else:
             self.problem = (
                 f"{self._folder} was renamed to {place} while its run trained: the run has stopped, and its last checkpoint is there; "
-                f"`thinwire resume {quoted(place)}` continues."
+                f"resume it with {quoted(place)} as its folder."
             )
         self._say(f"warning: {self.problem.replace('has stopped', 'stops')}")
         self._stop.set()
 
     def _tell_of_silence(self, now: float) -> None:
-        nbytes = 0
-        for path in self._folder.glob("events/*.jsonl"):
-            with suppress(OSError):  # it has gone meanwhile
-                nbytes += path.stat().st_size
+        nbytes = self._events()
         if nbytes != self._nbytes:
             self._patience = max(self._patience, 2 * (now - self._heard))
             self._nbytes, self._heard = nbytes, now
         elif now - self._heard > self._patience:
-            self._say(
-                f"warning: no replica has written an event for {text_of_seconds(now - self._heard)}, though its process lives: a long step, an "
-                f"evaluation, or the disk of {self._folder}"
-            )
+            quiet = f"for {text_of_seconds(now - self._heard)}, though its process lives"
+            if nbytes == self._begin:
+                self._say(
+                    f"waiting: no replica has begun {quiet}: it loads model and data, or waits for another replica"
+                )
+            else:
+                self._say(
+                    f"warning: no replica has written an event {quiet}: a long step, an evaluation, or the disk of {self._folder}"
+                )
             self._patience = 2 * (now - self._heard)
+
+    def _events(self) -> int:
+        """Bytes of all events."""
+        nbytes = 0
+        for path in self._folder.glob("events/*.jsonl"):
+            with suppress(OSError):  # it has gone meanwhile
+                nbytes += path.stat().st_size
+        return nbytes
 
     def close(self) -> None:
         """Let the folder go."""
