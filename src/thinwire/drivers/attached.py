@@ -26,6 +26,7 @@ from thinwire.drivers.model_buffers import FrozenWeights
 from thinwire.drivers.module_state import export_state
 from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.packet import HEADER_NBYTES, STOP, Header, empty_packet, open_packet, payload, seal
+from thinwire.pieces import optimizer_attributes
 from thinwire.pieces.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
 from thinwire.pieces.piece import digests
 from thinwire.rng import derive
@@ -224,6 +225,7 @@ class Attached(Participant):
         check_reducers(model, None)
         super().__init__(group, names, observer, clock)
         self.strategy, self.model, self.optimizer = method, model, optimizer
+        optimizer_attributes.begin(optimizer, model)
         self.fragments: list[Fragment] = Whole().fragments(model)
         self.parameters = [parameter for _, parameter in trainable(model)]
         self._hooks: list[RemovableHandle] = []

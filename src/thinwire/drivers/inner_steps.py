@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.drivers.base import Driver, Training, same_bits
 from thinwire.drivers.other_optimizers import OtherOptimizers
 from thinwire.errors import ConfigurationError, DisagreementError, ModelError
+from thinwire.pieces.optimizer_attributes import nested_in
 from thinwire.pieces.partition import is_sharded
 from thinwire.strategy import Gradients
 
 # By the id of an optimizer, whose hooks keep both alive.
 _attached: WeakValueDictionary[int, InnerSteps] = WeakValueDictionary()
 _STEPS_BETWEEN_LOOKS = 64  # at the parameters of the model, which take a while to list
+_STEPS_BETWEEN_WALKS = 16  # at departures
 _ANEW = "Call finish() on all replicas, then attach a new Replica."
 
 
@@ -114,6 +117,13 @@ class InnerSteps:
         self._frozen = [p for p in _held(optimizers) if id(p) not in self._ids]
         self._hooks = [one.register_step_pre_hook(outermost(self._steps, outer)) for one, outer in hooked]
         self._hooks += [one.register_step_post_hook(outermost(self._stepped, outer)) for one, outer in hooked]
+        self._places = _Places(training.model, self._ids)
+        self._counting, self._looked = (
+            False,
+            -1,
+        )  # whether the driver works after a step; the step of its last look at the places
+        for fragment in training.fragments:
+            fragment.touched = partial(self._touched, fragment.touched)
         _attached.update((id(one), self) for one in optimizers)
 
     def exchange_early(self) -> None:
@@ -138,6 +148,7 @@ class InnerSteps:
                 "the weights have changed, but the Replica has seen no step of its optimizer, so nothing was exchanged: another optimizer or the "
                 "loop itself has moved them. The model keeps its weights. Give the Replica the optimizer that the loop steps, or all in a list."
             )
+        self._places.warn_of_new(training.warn, dict(training.model.named_parameters()))
         return self._driver.finish(keep_seconds)
 
     def exchange_gradients(self, closure: bool = False) -> None:
@@ -175,15 +186,12 @@ class InnerSteps:
                 f"a parameter of shape {shape} was frozen when the Replica was attached and is trained now; it would not be exchanged. "
                 + _ANEW
             )
+        self._places.check_one()
         if self._training.step % _STEPS_BETWEEN_LOOKS == 0:
             if self._training.frozen.elastic:
                 self._training.frozen.warn(self._training.frozen.changed(), self._training.warn)
-            gone = self._ids - set(map(id, self._training.model.parameters()))
-            if gone and not any(map(is_sharded, self._training.model.parameters())):  # sharding replaces them, too
-                raise ModelError(
-                    f"{len(gone)} of the parameters that the Replica exchanges are no longer the model's, such as after "
-                    f"load_state_dict(assign=True): those in their place are not exchanged, and the optimizer holds the old ones. {_ANEW}"
-                )
+            self._places.check()
+            self._places.walk(self._training.warn)
 
     def _steps(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         optimizer = self._outer.get(id(optimizer), optimizer)
@@ -231,7 +239,21 @@ class InnerSteps:
     def _count_step(self) -> None:
         self._taken += 1
         self._training.step += 1
-        self._driver.after_inner_step()
+        self._counting = True
+        try:
+            self._driver.after_inner_step()
+        finally:
+            self._counting = False
+
+    def _touched(self, then: Callable[[], None]) -> None:
+        """Called before a round reads or writes parameters: those that it would use must still be the model's, as they were."""
+        if self._counting and self._looked != self._training.step:
+            self._looked = self._training.step
+            self._places.check()
+            if self._looked - self._places.looked >= _STEPS_BETWEEN_WALKS:
+                self._places.looked = self._looked
+                self._places.walk(self._training.warn)
+        then()
 
     def _drive(self, work: Callable[[], None]) -> None:
         """Do the driver's `work` of a step, measure it, and notice a Ctrl-C."""
@@ -253,6 +275,73 @@ class InnerSteps:
         return found is not None and not self._gradients and bool(found.item())
 
 
+class _Places:
+    """Where the model has its exchanged parameters, of these `ids`, and how they were when training began. Sharding replaces them all the time."""
+
+    def __init__(self, model: nn.Module, ids: Collection[int]) -> None:
+        self._model, self.looked = model, -_STEPS_BETWEEN_WALKS  # the step of the last walk at a departure
+        self._sharded = any(map(is_sharded, model.parameters()))
+        self._known = set(map(id, model.parameters()))
+        self._places = [
+            (f"{prefix}.{name}" if prefix else name, module, name, parameter, parameter.dtype, parameter.shape)
+            for prefix, module in model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) in ids and not self._sharded
+        ]
+
+    def check_one(self) -> None:
+        """`check`, if the first parameter has another dtype: conversions change all. Called at every step."""
+        if self._places and self._places[0][3].dtype != self._places[0][4]:
+            self.check()
+
+    def check(self) -> None:
+        """Raise `ModelError` if a parameter is no longer the model's, or of another dtype or shape."""
+        for number, (place, module, name, parameter, dtype, shape) in enumerate(self._places):
+            now = getattr(module, name, None)
+            if now is not parameter:
+                if any(one is parameter for one in self._model.parameters()):  # under another name, as pruning has it
+                    continue
+                self._refuse(
+                    place, sum(getattr(m, n, None) is not p for _, m, n, p, *_ in self._places[number + 1 :]), now
+                )
+            if parameter.dtype != dtype or parameter.shape != shape:
+                raise ModelError(
+                    f"the parameter {place} is now of {parameter.dtype} and shape {tuple(parameter.shape)}, and was of {dtype} and shape "
+                    f"{tuple(shape)} when the Replica was attached, as after model.half() or model.to(dtype): the optimizer's state and the other "
+                    f"replicas still have the latter. Convert it back; or convert it between two Replicas: {_ANEW[0].lower()}{_ANEW[1:]}"
+                )
+
+    def walk(self, warn: Callable[[str], None]) -> None:
+        """As `check`, for modules that were replaced as a whole; and warn of new parameters."""
+        present = dict(self._model.named_parameters(remove_duplicate=False))
+        ids = set(map(id, present.values()))
+        if gone := [place for place, _, _, parameter, *_ in self._places if id(parameter) not in ids]:
+            self._refuse(gone[0], len(gone) - 1, present.get(gone[0]))
+        self.warn_of_new(warn, present)
+
+    def _refuse(self, place: str, others: int, now: object) -> NoReturn:
+        what = (
+            f"a {type(now).__name__} of {now.dtype} and shape {tuple(now.shape)}"
+            if isinstance(now, Tensor)
+            else "nothing"
+        )
+        raise ModelError(
+            f"the parameter {place}{f' (and {others} others)' * bool(others)} that the Replica exchanges is no longer the model's: {what} is in its "
+            "place, as after `module.weight = ...` or load_state_dict(assign=True). The optimizer holds the one before, which is exchanged in "
+            f"vain. {_ANEW}"
+        )
+
+    def warn_of_new(self, warn: Callable[[str], None], present: Mapping[str, Tensor]) -> None:
+        """Warn, once, of parameters that the model had not when the Replica was attached."""
+        new = [] if self._sharded else [name for name, p in present.items() if id(p) not in self._known]
+        if new:
+            self._known |= set(map(id, present.values()))
+            warn(
+                f"the model has {len(new)} parameters ({new[0]}, ...) that it did not have when the Replica was attached: they are not exchanged, "
+                "and hold no outer weights. Change the model's parameters between two Replicas"
+            )
+
+
 def _scaled() -> bool:
     """Whether a `GradScaler` calls the present step of an optimizer."""
     frame: FrameType | None = sys._getframe(1)
@@ -262,13 +351,10 @@ def _scaled() -> bool:
 
 
 def _wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that `optimizer` has as attributes and that hold all its parameters: those inside SAM, Lookahead and the like."""
-    held, found, begun = set(map(id, _held([optimizer]))), [optimizer], [optimizer]
-    while begun:
-        inside = [one for one in vars(begun.pop()).values() if isinstance(one, torch.optim.Optimizer)]
-        fresh = [one for one in inside if one not in found and set(map(id, _held([one]))) == held]
-        found, begun = [*found, *fresh], [*begun, *fresh]
-    return [one for one in found[1:] if hasattr(one, "_optimizer_step_pre_hooks")]
+    """The optimizers that `optimizer` has in its attributes and that hold all its parameters: those inside SAM, Lookahead and the like."""
+    held = set(map(id, _held([optimizer])))
+    inside = [one for one in nested_in(optimizer) if set(map(id, _held([one]))) == held]
+    return [one for one in inside if hasattr(one, "_optimizer_step_pre_hooks")]
 
 
 def _held(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.codecs.base import Codec
+from thinwire.drivers.step_hooks import outermost
 from thinwire.errors import CheckpointError
-from thinwire.pieces.partition import is_sharded
 from thinwire.rng import Key
 
 PROBED_VALUES = 256  # values of a delta with one that is not zero
@@ -41,7 +41,6 @@ class LoopWarnings:
         self, owner: object, model: nn.Module, observe: Callable[..., None], codec: Codec, local: bool
     ) -> None:
         self._observe = warned if observe is silent else observe
-        self._model, self._parameters = model, list(model.parameters())
         self._checked = False  # the state after the first step
         self._hook: RemovableHandle | None = None
         self._unfinished = weakref.finalize(owner, warnings.warn, _UNFINISHED, RuntimeWarning)
@@ -53,28 +52,19 @@ class LoopWarnings:
         """Warn after the first step of `optimizer`, which makes its state, if `check` raises `CheckpointError`: not hours later, at a save."""
 
         def after(*_: Any) -> None:
-            if self._checked:
-                return
             self._checked = True
             try:
                 check()
             except CheckpointError as error:
                 self._observe("warning", 1, message=f"checkpoint.save would refuse this replica: {error}")
 
-        self._hook = optimizer.register_step_post_hook(after)
+        first = outermost(after)  # an optimizer whose step calls that of its parent class may make state after it
+        self._hook = optimizer.register_step_post_hook(lambda *args: None if self._checked else first(*args))
 
     def finishes(self, step: int) -> None:
         self.closes()
         if step == 0:
             self._observe("warning", step, message=_UNCOUNTED)
-        known = set(map(id, self._parameters))
-        new = [name for name, parameter in self._model.named_parameters() if id(parameter) not in known]
-        if new and not any(map(is_sharded, self._parameters)):  # sharding exchanges the parameters of a module itself
-            message = (
-                f"the model has {len(new)} parameters ({new[0]}, ...) that it did not have when the Replica was attached: they were not exchanged, "
-                "and hold no outer weights. Change the model's parameters between two Replicas"
-            )
-            self._observe("warning", step, message=message)
 
     def closes(self) -> None:
         if self._hook:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -144,9 +146,12 @@ def _make(
         other = notes.get("other_steps", 0) + (len(found) - new) * found[0].step
         manifest["notes"] = ({} if rank >= len(found) else notes) | {"other_steps": other} | samples[rank]
         if rank >= len(found):
-            own = torch.Generator().manual_seed(derive(seed, "random state", rank, found[0].step) % 2**63)
-            random = pack({"cpu": own.get_state(), "cuda": []}, "random", prefix="random.")
-            inner = Packed(inner.json | {"random": random.json}, inner.tensors | random.tensors)
+            number = derive(seed, "random state", rank, found[0].step)
+            own, numpy = torch.Generator().manual_seed(number % 2**63), np.random.RandomState(number % 2**32)
+            drawn = checkpoint.pack_random(
+                own.get_state(), None, numpy.get_state(legacy=False), random.Random(number).getstate()
+            )
+            inner = Packed(inner.json | {"random": drawn.json}, inner.tensors | drawn.tensors)
             state = _without_own(state)
             if not gradients:  # with gradients all weights are equal, and the anchors are those of the start
                 there = unpack(weights, "model")
