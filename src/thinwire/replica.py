@@ -22,7 +22,6 @@ from thinwire.drivers.model_buffers import SharedBuffers
 from thinwire.drivers.module_state import export_state
 from thinwire.drivers.stateful import check_origin, owner, pack_state, unpack_state, with_origin
 from thinwire.errors import ConfigurationError
-from thinwire.pieces import optimizer_attributes
 from thinwire.pieces.partition import Fragment
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
@@ -116,6 +115,8 @@ class Replica:
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers_of(optimizer)), group
         self._site, self._finished, self._closed = site, False, False
         training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site)
+        from thinwire.pieces import optimizer_attributes  # needed once there is an optimizer
+
         optimizer_attributes.begin(self.optimizer, model)
         self._buffers = SharedBuffers(buffers, model, group, training.frozen, training.warn)
         training.reader, training.validation, self._training = reader, validation, training
