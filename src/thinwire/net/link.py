@@ -91,6 +91,8 @@ class HubLink:
         self._leaving = False
         self._free_at = 0.0  # the time at which the uplink may take the next chunk
         self.state = "is connecting to the hub"
+        self.here: tuple[str, ...] = ()  # the members that have joined, until all have
+        self.waited = False  # whether the others did not join in time, or the hub ended the wait
         self.uploaded = 0  # bytes of frames sent to the hub
         self.straight = Straight(self, enrolment, listen, silent)
         self.warn: Callable[[str], object] = lambda text: (
@@ -123,6 +125,7 @@ class HubLink:
         try:
             return outcome(self._placed, seconds)
         except TimeoutError:
+            self.waited = True
             raise LinkError(
                 f"{self.enrolment.name} {self.state}; not all have joined within {seconds:g} s. Start all {self._size}, "
                 "with the same run and number of replicas."
@@ -136,6 +139,7 @@ class HubLink:
                 await self._connected()
                 return  # it has left
             except (Refused, PacketError, ConfigurationError) as error:
+                self.waited = self.waited or self._place is None
                 self._lose(LinkError(str(error)))
                 return
             except LinkError as error:
@@ -269,7 +273,7 @@ class HubLink:
                 await channel.close(None)
 
     def _hear_who_waits(self, here: tuple[str, ...]) -> None:
-        missing = self._size - len(here)
+        self.here, missing = here, self._size - len(here)
         what = f"{missing} of {self._size} members" if missing else "the hub, whose disk has no room for the group"
         self._now(f"waits for {what}; here: {', '.join(here)}")
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from thinwire.comm.group import Group
 from thinwire.errors import DisagreementError, LinkError
 from thinwire.membership.remote_rendezvous import RemoteRendezvous
+from thinwire.membership.rendezvous import AbsentError
 from thinwire.membership.view import Presence
 from thinwire.net.calls import Refused
 from thinwire.net.enrol import Enrolment
@@ -72,7 +73,13 @@ class HubRendezvous(RemoteRendezvous):
             False,
             self._listen,
         )
-        group = connected_group(link, times.connect, times.transfer, farewell=2 * times.heartbeat_interval)
+        try:
+            group = connected_group(link, times.connect, times.transfer, farewell=2 * times.heartbeat_interval)
+        except LinkError as error:
+            absent = [member.name for member in members if member.name not in link.here] if link.here else []
+            if absent and link.waited:  # otherwise the hub may have gone before the others connected
+                raise AbsentError(f"{', '.join(absent)} did not connect: {error}", absent) from error
+            raise
         if group.names != tuple(member.name for member in members):
             group.close()
             raise LinkError(f"{', '.join(group.names)} came in place of the members of the view")

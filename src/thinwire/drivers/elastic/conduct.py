@@ -1,11 +1,12 @@
 """Which member makes rounds fail: counted by name from what all members report, and left out for a while after a bound.
 
-In its next status a member names those that its last round failed of, or waited for, with a reason: whose packet was late, damaged or not
-finite, who voted no, who has another result. So all members of a view hear the same reports, and count alike:
+In its next status a member names those that its last round failed of, or waited for, with a reason: whose packet was damaged or not
+finite, who voted no, who has another result; and for whom alone it waited, whether for a call, a packet or a ballot, if that delayed
+training or the next round by more than `SHARE` of the time since the round before. So all members of a view hear the same reports, and count alike:
 
     most of the others name it, and it names nobody      its fault
     most of the others name it, and it names somebody    a dispute between the two: one of them is wrong
-    one member alone names it                            a dispute between the two
+    one member alone names it                            a dispute between the two, unless it only waited
 
 A dispute is the fault of the one of the two that disputes with more members. If both have one opponent, one of them is left out: the one
 that was left out less often, then the later name. An honest member that is wronged so loses one time-out; then the other has two opponents.
@@ -28,6 +29,8 @@ BOUND = 5.0  # faults: a machine that dies or stalls now and then has fewer, and
 FORGIVEN = 0.125  # faults that a committed round with the member takes off: one spoilt round in nine is borne
 FIRST_SECONDS, LONGEST_SECONDS = 60.0, 3600.0
 SAID_SECONDS = 60.0  # between two warnings of one member
+WAITED = "the others waited"
+SHARE = 0.25  # of the time, which the others may wait for one member: the grace of a schedule without slack is a tenth of its period
 
 
 class Conduct:
@@ -43,6 +46,11 @@ class Conduct:
         self._out: dict[str, tuple[float, str]] = {}  # by name: until when it is left out, and why
         self._said: dict[str, float] = {}
         self._count: Counter[str] = Counter()  # faults since the last warning
+        self._waits: tuple[str, dict[str, float]] = (
+            "",
+            {},
+        )  # of the last round: its view, and for whom this member waited
+        self._began, self._step, self._still = membership.clock(), 0, False
 
     def blame(self, view_id: str, blames: Mapping[str, str], sums: Mapping[str, str]) -> None:
         """This member's round in the view `view_id` failed of these members, or waited for them; `sums` are of the packets that it received."""
@@ -50,6 +58,23 @@ class Conduct:
         self._received = dict(list(sums.items())[:MOST_BLAMES]) if unlike else {}
         self._failed = view_id
         self._blames = {name: reason[:MOST_REASON] for name, reason in list(blames.items())[:MOST_BLAMES]}
+
+    def begins(self, step: int, backlog: float) -> None:
+        """A round begins at this inner `step`, and its delta has waited for `backlog` seconds for the round before. Blame those that the
+        round before waited for, if that cost much: training went on meanwhile, and the next delta may have been due later anyway.
+        """
+        now = self._membership.clock()
+        elapsed, (view_id, waits) = now - self._began, self._waits
+        self._began, self._step, self._waits = now, step, ("", {})
+        for name, seconds in waits.items():
+            cost = seconds if self._still else min(seconds, backlog)
+            if cost > SHARE * elapsed and self._failed in ("", view_id):
+                self._failed = view_id
+                self._blames.setdefault(name, f"{WAITED} {seconds:.1f} s for it alone")
+
+    def waited(self, view_id: str, seconds: Mapping[str, float], step: int) -> None:
+        """The round of this view is over at this inner `step`; this member waited so long for others, by name."""
+        self._waits, self._still = (view_id, dict(seconds)), step == self._step
 
     def says(self) -> dict[str, object]:
         """Fields of the next status; each report is sent once."""
@@ -79,6 +104,16 @@ class Conduct:
         for name in sorted(again):
             self._fault(name, "it asked for the state again, which it had just taken over", len(names))
 
+    def absent(self, view_id: str, names: Collection[str], members: int) -> None:
+        """The members `names` of a view did not connect to its group, so that no round began. It counts at once: there may be no view in
+        which the others could hear of it.
+        """
+        reason = "it did not connect to the group of a view"
+        if members > 2 and 2 * len(names) < members:
+            self.blame(view_id, dict.fromkeys(names, reason), {})
+            for name in names:
+                self._fault(name, reason, members)
+
     def hear(self, names: Sequence[str], statuses: Sequence[MemberStatus]) -> None:
         """Count what all members of a view report of the last round of which most report."""
         views = Counter(status.failed for status in statuses if status.failed)
@@ -91,16 +126,23 @@ class Conduct:
             faults = {}
         else:  # that explains why results differ
             blames = {name: {who: why for who, why in named.items() if why != UNLIKE} for name, named in blames.items()}
-        for name in names:
+        absent = {who for named in blames.values() for who in named}.difference(names)
+        for name in [*names, *sorted(absent)]:
             by = [other for other, named in blames.items() if other != name and name in named]
-            accused = [other for other in blames.get(name, {}) if other in names]
-            most = 2 * len(by) > len(names) - 1
+            only_waited = all(blames[other][name].startswith(WAITED) for other in by)
+            accused = [
+                other
+                for other, why in blames.get(name, {}).items()
+                if other in names and other != name and (only_waited or not why.startswith(WAITED))
+            ]
+            most = 2 * len(by) > len({*names, name}) - 1
             if most and not accused:
                 faults[name] = Counter(blames[other][name] for other in by).most_common(1)[0][0]
             elif most:
-                self._disputes.update(frozenset((name, other)) for other in accused if other != name)
-            elif by:
-                self._disputes.update(frozenset((name, other)) for other in by)
+                self._disputes.update(frozenset((name, other)) for other in accused)
+            elif name in names:  # a slow link between two makes them wait for each other
+                wronged = [other for other in by if not blames[other][name].startswith(WAITED)]
+                self._disputes.update(frozenset((name, other)) for other in wronged)
         for pair in [pair for pair, count in self._disputes.items() if count >= BOUND]:
             self._disputes[pair] = 0
             if pair <= set(names):

@@ -23,13 +23,13 @@ from thinwire.strategy import Strategy
 
 def fly(
     strategy: Strategy, codec: Codec, held: FragmentState, view: View, plan: RoundPlan, ready: Ready, context: SendContext,
-    voter: EvictionVoter, grace: float,
-) -> tuple[RoundUpdate, dict[int, str], dict[int, str]]:  # fmt: skip
+    voter: EvictionVoter,
+) -> tuple[RoundUpdate, dict[str, float], dict[int, str]]:  # fmt: skip
     """Exchange the round's fragment; all members `held` the same anchor of it.
 
     Every delta is multiplied by weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted mean. The remainder
-    at the end of the run is less than a period, and is averaged, as in a fixed group. Returns the update, the members for which it waited
-    (`late`), and checksums of all packets by rank.
+    at the end of the run is less than a period, and is averaged, as in a fixed group. Returns the update, the member for which it waited
+    (`waits`), and checksums of all packets by rank.
     Raises `PacketError`, `BlamedError`.
     """
     group, fragment, anchor = view.group, plan.fragment, held.anchor
@@ -59,7 +59,7 @@ def fly(
     moved.close()
     moved.nbytes = strategy.exchange.nbytes_sent(codec, anchor.numel(), group.size, group.rank)
     moved.nbytes_sent = round_.nbytes_sent
-    return moved, late(round_.record(names, 0.0, True), names, grace), sums
+    return moved, waits(round_.record(names, 0.0, True), names), sums
 
 
 class BlamedError(NonFiniteError):
@@ -78,14 +78,12 @@ def blamed(error: BaseException) -> tuple[int, ...]:
     return () if peer is None else (peer,)
 
 
-def late(record: Record, names: Sequence[str], grace: float) -> dict[int, str]:
-    """The member whose packet came more than `grace` seconds after those of all others, by rank, with what it did. Only the first stage is
-    compared, because all later ones wait for it.
+def waits(record: Record, names: Sequence[str]) -> dict[str, float]:
+    """The seconds for which this member waited for the packet of one other alone, by name: from the time when it had the packets of all
+    others, and had sent its own. Only the first stage is compared, because all later ones wait for it.
     """
     came = {flow.peer: max(flow.at.values()) for flow in record.received if flow.stage == 0 and flow.at}
     if len(came) < 2:
         return {}
     (name, last), (_, before) = sorted(came.items(), key=lambda item: -item[1])[:2]
-    return (
-        {names.index(name): f"its packet came {last - before:.0f} s after the others'"} if last - before > grace else {}
-    )
+    return {name: last - before}

@@ -86,13 +86,13 @@ class RoundLoop:
         self._renewals = [0] * len(codecs)  # outcomes after which older deltas must not be counted, by fragment
         self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
         self._context: SendContext | None = None
-        self._late_peers, self._sums = (
+        self._sums, self._backlog = (
             dict[int, str](),
-            dict[int, str](),
-        )  # of the last exchange: who was late, checksums
+            0.0,
+        )  # checksums of the last exchange; seconds for which a delta waited for its end
         self._voter = EvictionVoter(membership, self._observe, clock)
         self._conduct = Conduct(membership, self._observe)
-        membership.leave_out(self._conduct.excluded)
+        membership.leave_out(self._conduct.excluded, self._conduct.absent)
         self._actions: dict[Action, Callable[..., object]] = {
             Action.HOLD_DUE: self._hold_due, Action.HOLD_ONE: self._hold_one, Action.ADOPT: self._adopt,
             Action.GIVE_FINAL: self._give_final, Action.GIVE_BACK: self._give_back, Action.REMEMBER: self._remember,
@@ -161,6 +161,7 @@ class RoundLoop:
         self._put(*(Outcome(i, agreed.round, *one, anew=True, dropped=dropped and i == last) for i, one in held))
 
     def _hold_due(self, depart: Depart) -> None:
+        self._backlog = self.membership.clock() - depart.seconds
         if depart.brought:
             self._voter.departs(depart.own_steps, depart.seconds)
         self._await_turn(depart.brought)
@@ -206,6 +207,8 @@ class RoundLoop:
     def _round(self) -> None:
         """Hold one round, from the view to the commit. The reason of a failure is in the report."""
         began = self._clock()
+        self._conduct.begins(self._now(), self._backlog)
+        self._backlog = 0.0
         try:
             status = self._status()
             view = self._view(lambda: self._newest(status).facts())
@@ -282,7 +285,7 @@ class RoundLoop:
         rank, void, granted = view.group.rank, False, False
         moved: RoundUpdate | None = None
         reads, blames = list[ReadCount](), dict[str, str]()
-        self._late_peers, self._sums = {}, {}
+        self._sums = {}
         names = [member.name for member in view.members]
         try:
             self._level(view, plan, statuses)
@@ -294,7 +297,6 @@ class RoundLoop:
             void = is_void(self.agreed.ledger, self.membership.name, statuses[rank], refused)
             if plan.counted:
                 moved = self._fly(view, plan, ready)
-                blames = {names[peer]: why for peer, why in self._late_peers.items()}
             reads = self._read_counts(view, statuses, bool(plan.counted or granted))
         except (LinkError, PacketError, NonFiniteError, CheckpointError) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -311,6 +313,7 @@ class RoundLoop:
             self._conduct.committed(names)
         if blames:
             self._conduct.blame(view.id, blames, {names[peer]: value for peer, value in self._sums.items()})
+        self._conduct.waited(view.id, view.waited, self._now())
         if reason:
             view.close()
             self._end_sending()
@@ -393,14 +396,14 @@ class RoundLoop:
         return Outcome(fragment, doubt.round, ready=ready)
 
     def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
-        """Exchange, and note who was late."""
+        """Exchange, and note for whom this replica waited."""
         fragment, own = plan.fragment, view.group.rank in plan.counted
         held = self.agreed.fragment(fragment, self.codecs[fragment], ready.feedback if own else {})
         context = self._sending_over(view.group)
-        grace = self.membership.timeouts.grace
-        moved, self._late_peers, self._sums = fly(
-            self.strategy, self.codecs[fragment], held, view, plan, ready, context, self._voter, grace
+        moved, waited, self._sums = fly(
+            self.strategy, self.codecs[fragment], held, view, plan, ready, context, self._voter
         )
+        view.waited.update({name: view.waited.get(name, 0.0) + seconds for name, seconds in waited.items()})
         return moved
 
     def _sending_over(self, group: Group) -> SendContext:
