@@ -122,6 +122,29 @@ class ElasticGroup(ABC):
         """The driver of this replica."""
 
 
+class WrappedTransfer:
+    """A `Transfer` with the times of another one: a subclass may write `wait`."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+
+    @property
+    def queued_seconds(self) -> float:
+        return self.transfer.queued_seconds
+
+    @property
+    def transfer_seconds(self) -> float:
+        return self.transfer.transfer_seconds
+
+    @property
+    def arrivals(self) -> Mapping[int, float]:
+        return self.transfer.arrivals
+
+    def wait(self) -> None:
+        """See `Transfer.wait`."""
+        self.transfer.wait()
+
+
 @contextmanager
 def unlimited() -> Iterator[None]:
     """A context in which this thread's waits do not end for time: who waits looks otherwise whether the peers live (`drivers/monitor.py`)."""

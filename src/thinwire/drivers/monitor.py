@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,7 +24,17 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from thinwire.comm.group import CONTROL, CONTROL_TAGS, Group, Messages, Sized, Transfer, WrappedGroup, unlimited
+from thinwire.comm.group import (
+    CONTROL,
+    CONTROL_TAGS,
+    Group,
+    Messages,
+    Sized,
+    Transfer,
+    WrappedGroup,
+    WrappedTransfer,
+    unlimited,
+)
 from thinwire.errors import DisagreementError, LinkError, PeerError
 from thinwire.exchange.send_queue import JobThread
 from thinwire.packet import other_steps
@@ -394,22 +404,7 @@ class WatchedGroup(WrappedGroup):
         return _WatchedTransfer(self.group.post(tag, send, recv, purpose, sized))
 
 
-class _WatchedTransfer:
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer = transfer
-
-    @property
-    def queued_seconds(self) -> float:
-        return self._transfer.queued_seconds
-
-    @property
-    def transfer_seconds(self) -> float:
-        return self._transfer.transfer_seconds
-
-    @property
-    def arrivals(self) -> Mapping[int, float]:
-        return self._transfer.arrivals
-
+class _WatchedTransfer(WrappedTransfer):
     def wait(self) -> None:
         with unlimited():
-            self._transfer.wait()
+            self.transfer.wait()

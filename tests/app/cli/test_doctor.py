@@ -172,6 +172,18 @@ def test_a_delay_too_short_for_the_largest_fragment_is_a_warning():
     assert found(7.9 * nbytes).level == "warning" and "--delay 3" in found(7.9 * nbytes).do
 
 
+@pytest.mark.parametrize(("seconds", "level"), [(0.001, "warning"), (1.0, "ok")])
+def test_steps_too_short_for_the_work_of_their_rounds_are_a_warning(seconds, level):
+    """Its advice is enough."""
+    run, shapes = Run.of(), [((64, 64), (64,))] * 4
+    found = doctor.work_of_rounds(run, run.make_strategy(), shapes, seconds, 1)
+    assert found.level == level and "(predicted)" in found.says
+    if level == "warning":
+        every = int(found.do.partition("--every ")[2].split(",")[0])
+        rarer = run.changed(every=every)
+        assert doctor.work_of_rounds(rarer, rarer.make_strategy(), shapes, seconds, 1).level == "ok"
+
+
 def test_the_doctor_removes_its_network_namespace():
     assert machine.shaping().what == "shaped links"
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout if _has_ip() else ""

@@ -26,6 +26,11 @@ def test_time_without_overlap_is_a_stall() -> None:
     assert follow(data_parallel(), 2.0, [FragmentSeconds(0.5, 1, 0, 0.5)]).utilization == pytest.approx(0.5)
 
 
+def test_the_work_of_rounds_takes_time_from_training_and_is_no_stall() -> None:
+    pace = follow(streaming_diloco(every=10, delay=5), 1.0, [FragmentSeconds(0, 1, 0, 0, taken_seconds=1.25)] * 2)
+    assert (pace.utilization, pace.taken, pace.stall_seconds) == pytest.approx((0.8, 0.2, 0.0))
+
+
 @pytest.mark.parametrize(("flight", "stall"), [(1.9, 0.0), (2.0, 0.0), (3.5, 1.5)])
 def test_a_flight_longer_than_its_delay_stalls_by_the_difference(flight: float, stall: float) -> None:
     strategy = streaming_diloco(every=20, delay=2)

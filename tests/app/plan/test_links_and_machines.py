@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from thinwire.app.plan import compute, search
 from thinwire.app.plan.links import Links
-from thinwire.app.plan.machine import CodecSpeed, Machine, Step
+from thinwire.app.plan.machine import CodecSpeed, Machine, RoundPrice, Step
 from thinwire.app.trainer.model import SIZES
 from thinwire.app.trainer.run import Run
 from thinwire.comm import Link
@@ -93,7 +94,7 @@ def machine() -> Machine:
         steps=(Step(1, 0.02, 60_000_000), Step(4, 0.05, None)), update_seconds=0.001,
         codecs={"E3M0()": (CodecSpeed(1e8, 4e8, 10**6), CodecSpeed(5e7, 4e8, 10**8))}, base_nbytes=530_000_000,
         on_gpu={"Sign()": (CodecSpeed(1e11, 2e11, 10**6),)},
-        disk_nbytes_per_second=4e8, word="measured",
+        disk_nbytes_per_second=4e8, threads=4, price=RoundPrice(1e-3, 1e-4, 1e-9, 2e-3), word="measured",
     )  # fmt: skip
 
 
@@ -124,9 +125,18 @@ def test_measured_step_times_are_used_and_scaled_for_other_batches() -> None:
     assert own.codec_seconds(["Each(E3M0())", "Sign()"], 10**6, packets=2) == 0.0
 
 
+def test_the_work_of_a_round_takes_turns_with_cores_that_train_and_none_of_a_gpu() -> None:
+    """The main thread does its part alone; the other part is divided among the cores."""
+    assert machine().taken_seconds(10, 10**6, codec_seconds=2e-3) == pytest.approx(1e-3 + 1e-3 + 1e-3 + 4e-3 / 4)
+    assert replace(machine(), device="cuda").taken_seconds(10, 10**6, codec_seconds=2e-3) == 0.0
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        (f"{LEAST}threads = 0", "threads=0: more than 0 is needed"),
+        (f"{LEAST}[round]\nmain_seconds = -1", "main_seconds=-1.0 of a round: 0 or more is needed"),
+        (f"{LEAST}[round]\nsheep = 1", "sheep"),
         ("flops_per_second = 1e12", "memory missing"),
         ('memory = "16GB"', "flops_per_second missing"),
         ('memory = "16 sheep"\nflops_per_second = 1', "'16 sheep' was given; a size is needed"),
@@ -163,6 +173,7 @@ def test_probe_machine_measures_steps_and_codecs(tmp_path: Path) -> None:
     own = compute.probe_machine(run, "here", 10**9, search.codecs(run), seconds=0.02, place=tmp_path)
     assert own.parameters == compute.shape_of(run).parameters() and own.word == "measured"
     assert own.steps[0].batch == 1 and all(step.seconds > 0 for step in own.steps)
+    assert own.price.main_seconds > 0 and own.price.beside_seconds > 0 and own.threads == torch.get_num_threads()
     assert own.flops_per_second > 0 and own.base_nbytes > 100_000_000  # torch alone takes more
     assert {c.parameters for timed in own.codecs.values() for c in timed} == {own.parameters}  # the largest fragment
     assert not list(tmp_path.iterdir())

@@ -11,11 +11,14 @@ import pytest
 
 from thinwire.app.cli import main
 from thinwire.app.plan import expected, explain, scaling
+from thinwire.app.plan.compute import shape_of
+from thinwire.app.plan.cost import DEAR
 from thinwire.app.plan.links import Links
-from thinwire.app.plan.machine import CodecSpeed, Machine
+from thinwire.app.plan.machine import CodecSpeed, Machine, RoundPrice
 from thinwire.app.plan.memory import replica_memory
 from thinwire.app.plan.search import SEARCHED, Setting, Task, settings
 from thinwire.app.plan.targets import Targets, meeting
+from thinwire.app.records.units import text_of_share
 from thinwire.app.trainer.model import SIZES
 from thinwire.app.trainer.run import Run
 from thinwire.catalogue.methods import RECIPES
@@ -397,3 +400,21 @@ def test_on_a_gpu_that_has_room_anchors_are_there_if_rounds_can_run_there() -> N
         if one.candidate.codecs[0] == name
     }
     assert encoding["host"] == pytest.approx(1000 * encoding["device"])
+
+
+@pytest.mark.parametrize(("step_seconds", "rarer"), [(0.001, True), (0.012, False), (1.0, False)])
+def test_short_steps_of_cores_that_train_prefer_rarer_rounds(step_seconds: float, rarer: bool) -> None:
+    """A round costs milliseconds of a core, whatever the model. If that exceeds a bound, a plan says so."""
+    base = Run.of(model="nano", sequence=32)
+    flops = 64 * 32 * shape_of(base).flops_per_token(32) / step_seconds
+    cpu = Machine("laptop", memory_nbytes=16 * 10**9, flops_per_second=flops)
+    free = replace(cpu, price=RoundPrice(0.0, 0.0, 0.0, 0.0))
+    methods = ("streaming_sign", "streaming_diloco")
+    short = task("1gbit,100us", 2, base=base, batch_tokens=128 * 32, tokens=1.6e7, methods=methods)
+    best, unpriced = (settings(replace(short, machines=(each,)))[0] for each in (cpu, free))
+    assert unpriced.method == "streaming_sign" and not unpriced.pace.taken
+    every = best.strategy.schedule.every
+    assert (every >= 4 * unpriced.strategy.schedule.every) == rarer
+    told = [line for line in explain.warnings(replace(short, machines=(cpu,)), best) if "rounds-are-dear" in line]
+    assert bool(told) == (best.pace.taken > DEAR)
+    assert f"takes {text_of_share(best.pace.taken)} of the time of the cores that train" in told[0] if told else True

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -300,26 +300,34 @@ def _lives(process: int) -> bool:
         return False
 
 
+def _end_after_their_launcher(run: Run, folder: Path, awaited: Callable[[int], bool]) -> list[int]:
+    """Kill the command that trains `run` when `awaited` is true of its process, and wait until all that it started have ended; returns them."""
+    path = folder.with_suffix(".toml")
+    run.save(path)
+    command = [sys.executable, "-m", "thinwire", "train", str(path), "--out", str(folder)]
+    launcher, others = subprocess.Popen(command, stdout=subprocess.DEVNULL), list[int]()
+    try:
+        while not awaited(launcher.pid):
+            time.sleep(0.01)
+        others = tree(launcher.pid)[1:]
+        launcher.kill()
+        launcher.wait()
+        while any(map(_lives, others)):
+            time.sleep(0.1)
+    finally:
+        for process in (launcher.pid, *others):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    return others
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("carrier", ["processes", "elastic"])
 def test_replicas_end_if_their_launcher_is_killed_before_they_begin(tmp_path: Path, text: str, carrier: str) -> None:
     """They load their modules meanwhile, and have another parent when they begin to watch for it."""
-    small_run(text, carrier=carrier, steps=1_000_000).save(tmp_path / "run.toml")
-    command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]
-    launcher, replicas = subprocess.Popen(command, stdout=subprocess.DEVNULL), list[int]()
-    try:
-        while len(replicas) < 2:
-            time.sleep(0.01)
-            replicas = [one for one in tree(launcher.pid)[1:] if _is_replica(one)]
-        launcher.kill()
-        launcher.wait()
-        while any(map(_lives, replicas)):
-            time.sleep(0.1)
-    finally:
-        for one in (launcher.pid, *replicas):
-            with suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
-    assert not (tmp_path / "run/model.safetensors").exists()
+    run, folder = small_run(text, carrier=carrier, steps=1_000_000), tmp_path / "run"
+    _end_after_their_launcher(run, folder, lambda launcher: sum(map(_is_replica, tree(launcher)[1:])) >= 2)
+    assert not (folder / "model.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -332,23 +340,12 @@ def test_all_processes_end_if_their_launcher_is_killed_in_training(
     """Over the secure carrier the hub dies with it, so that the replicas cannot agree on a step any more; none waits for the time-out. A resume
     before they have ended names them.
     """
-    folder = tmp_path / "run"
-    small_run(text, steps=1_000_000, **more).save(tmp_path / "run.toml")
-    command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(folder)]
-    launcher, others = subprocess.Popen(command, stdout=subprocess.DEVNULL), list[int]()
-    try:
-        while len({path.parent for path in folder.glob("checkpoints/*/step-*")}) < 2:
-            time.sleep(0.05)
-        others = tree(launcher.pid)[1:]
-        launcher.kill()
-        launcher.wait()
-        while any(map(_lives, others)):
-            time.sleep(0.1)
-    finally:
-        for one in (launcher.pid, *others):
-            with suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
-    assert len(others) == 2 + ("exchange" in more)
+    run, folder = small_run(text, steps=1_000_000, **more), tmp_path / "run"
+
+    def trains(launcher: int) -> bool:
+        return len({path.parent for path in folder.glob("checkpoints/*/step-*")}) == 2
+
+    assert len(_end_after_their_launcher(run, folder, trains)) == 2 + ("exchange" in more)
 
 
 def test_a_refused_resume_names_the_process_that_holds_the_run(

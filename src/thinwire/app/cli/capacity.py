@@ -184,7 +184,12 @@ def _choose_rounds(run: Run, model: nn.Module) -> tuple[Run, str]:
     """`run`, of which `follows_link` is true, with the rounds for its link and for the time of an inner step here; and a line about them."""
     with torch.random.fork_rng():  # its random draws do not change those of the run
         seconds = measure_step(run, getattr(model, "vocabulary", 256))
-    return by_link(run, model, seconds)
+    return by_link(run, model, seconds, threads=cores_that_train(run))
+
+
+def cores_that_train(run: Run) -> int:
+    """Cores on which the work of rounds takes turns with training, if all replicas are on this machine; 0 if a GPU trains."""
+    return 0 if torch.cuda.is_available() else threads_of(run)
 
 
 def threads_of(run: Run) -> int:

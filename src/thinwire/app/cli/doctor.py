@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,20 @@ from torch import nn
 
 from thinwire.app.cli import checks as machine
 from thinwire.app.cli import options
-from thinwire.app.cli.capacity import available_nbytes, measure_step, predicted_nbytes, threads_of, too_large_for_gpu
+from thinwire.app.cli.capacity import (
+    available_nbytes,
+    cores_that_train,
+    measure_step,
+    predicted_nbytes,
+    threads_of,
+    too_large_for_gpu,
+)
 from thinwire.app.cli.checks import CheckResult, warn_unless
 from thinwire.app.cli.firewall import rules
 from thinwire.app.plan.base import base_nbytes
 from thinwire.app.plan.by_link import by_link, follows_link
+from thinwire.app.plan.cost import DEAR
+from thinwire.app.plan.machine import RoundPrice
 from thinwire.app.records.printable import reason
 from thinwire.app.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.app.trainer import member
@@ -145,13 +155,15 @@ def set_up(
         told: set[str] = set()
         if follows_link(run):
             told.add("delay")
-            run, says = by_link(run, model, step_seconds, word)
+            run, says = by_link(run, model, step_seconds, word, cores_that_train(run))
             strategy = run.make_strategy()
             fragments = strategy.partition.fragments(model)
             yield CheckResult("rounds", "ok", f"thinwire train takes {says}")
         shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.placement.link)
         found = enough(strategy, shapes, run.placement.replicas, wire, step_seconds)
         yield from (finding for finding in found if finding.what not in told)
+        if run.placement.replicas > 1 and (cores := cores_that_train(run)):
+            yield work_of_rounds(run, strategy, shapes, step_seconds, cores)
         yield timeouts(run.placement, strategy, shapes, wire, step_seconds)
 
 
@@ -224,6 +236,24 @@ def enough(
         advice = "every round waits: streaming_diloco trains on meanwhile"
     # 5 % of the time is no problem
     yield warn_unless(flight <= max(delay, 0.05 * every) * seconds, "delay", says, advice)
+
+
+def work_of_rounds(
+    run: Run, strategy: Strategy, fragments: Sequence[Shapes], seconds: float, cores: int
+) -> CheckResult:
+    """What the work of rounds takes of the time of cores that train, without encoding and decoding."""
+    every, price = strategy.schedule.every, RoundPrice()
+    taken = sum(price.taken_seconds(len(shapes), sum(map(math.prod, shapes)), 0.0, cores) for shapes in fragments)
+    share = taken / (taken + every * seconds)
+    rounds = f"{len(fragments)} rounds in {every} steps of {text_of_seconds(seconds)}"
+    says = f"{rounds}: their work takes {share:.0%} of the time of {cores} core(s) that train (predicted)"
+    enough = math.ceil(taken * (1 - DEAR) / (DEAR * seconds))
+    larger = (
+        f"--every {enough}"
+        if run.method.strategy != "data_parallel"
+        else "a method with rarer rounds, such as streaming_diloco"
+    )
+    return warn_unless(share <= DEAR, "work of rounds", says, f"{DEAR:.0%} with {larger}, or with a larger --batch")
 
 
 def timeouts(

@@ -13,6 +13,7 @@ from torch import nn
 
 from thinwire.app.plan.cost import FragmentSeconds, follow
 from thinwire.app.plan.expected import FORMS, cost_of_delay
+from thinwire.app.plan.machine import RoundPrice
 from thinwire.app.records.units import text_of_seconds
 from thinwire.app.trainer.run import Run
 from thinwire.app.trainer.settings import recipe_name
@@ -38,15 +39,18 @@ def follows_link(run: Run) -> bool:
     return named and run.placement.replicas > 1 and parse_link(run.placement.link) is not None
 
 
-def by_link(run: Run, model: nn.Module, step_seconds: float, word: str = "measured") -> tuple[Run, str]:
+def by_link(
+    run: Run, model: nn.Module, step_seconds: float, word: str = "measured", threads: int = 0
+) -> tuple[Run, str]:
     """`run`, of which `follows_link` is true, with the best rounds for inner steps of `step_seconds`; and one line that explains them, in
-    which `word` says where `step_seconds` come from.
+    which `word` says where `step_seconds` come from. The work of the rounds takes turns with training on `threads` cores; 0: it takes none of
+    training's time, as on a GPU.
 
     A run that gives H, codec or offsets keeps them, and gets a delay.
     """
     link = parse_link(run.placement.link)
     assert link
-    tried = [_try(given, cost, model, link, step_seconds) for given, cost in _choices(run)]
+    tried = [_try(given, cost, model, link, step_seconds, threads) for given, cost in _choices(run)]
     best, plain = min(tried, key=lambda one: one.utilization**_OF_TOKENS * one.cost), tried[0]
     said = (
         f"{_options(best.run)}{_kept(run)}: a round takes {text_of_seconds(best.flight_seconds)} at {run.placement.link} (predicted), "
@@ -85,19 +89,22 @@ def _options(run: Run) -> str:
     return f"--every {run.method.every}{codec} --delay {run.method.delay}"
 
 
-def _try(run: Run, cost: float, model: nn.Module, link: Link, step_seconds: float) -> _Tried:
+def _try(run: Run, cost: float, model: nn.Module, link: Link, step_seconds: float, threads: int) -> _Tried:
     strategy = run.make_strategy()
-    traffic = _traffic(strategy, strategy.partition.fragments(model), run.placement.replicas, link)
+    traffic = _traffic(strategy, strategy.partition.fragments(model), run.placement.replicas, link, threads)
     flight = max(fragment.flight_seconds for fragment in traffic)
     return _Tried(run, cost, follow(strategy, step_seconds, traffic).utilization, flight)
 
 
-def _traffic(strategy: Strategy, fragments: Sequence[Fragment], replicas: int, link: Link) -> list[FragmentSeconds]:
+def _traffic(
+    strategy: Strategy, fragments: Sequence[Fragment], replicas: int, link: Link, threads: int
+) -> list[FragmentSeconds]:
     """Wire and way of each fragment; the seconds of the codec are not counted."""
     found = []
     for fragment in fragments:
         codec, numel = strategy.coded(fragment.shapes)
         wire = link.serialisation_seconds(strategy.exchange.nbytes_sent(codec, numel, replicas))
         way = max(0.0, strategy.exchange.seconds(codec, numel, replicas, link) - wire)
-        found.append(FragmentSeconds(0.0, wire, way, 0.0))
+        taken = RoundPrice().taken_seconds(len(fragment.shapes), numel, 0.0, threads) if threads else 0.0
+        found.append(FragmentSeconds(0.0, wire, way, 0.0, taken))
     return found

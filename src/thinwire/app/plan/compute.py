@@ -27,12 +27,17 @@ from thinwire.app.trainer.setup import make_model
 from thinwire.app.trainer.tokens import BPE
 from thinwire.codecs import Codec
 from thinwire.codecs.device import whole_anywhere
+from thinwire.comm import Group, gather, run_threads
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.inner_optimizers import AdamW
+from thinwire.pieces.partition import Whole
+from thinwire.recipes import streaming_sign
+from thinwire.replica import Replica
 from thinwire.rng import Key
 
 FRAGMENTS = (1 << 20, 1 << 22, 1 << 25)  # sizes of the timed fragments: caches hold the first, not the last
 _DISK_NBYTES = 64 << 20
+_PRICED_STEPS = 32
 
 
 def vocabulary(data: DataSpec) -> int:
@@ -132,12 +137,14 @@ def probe_machine(
         }
 
     there = filter(whole_anywhere, codecs) if device.type == "cuda" else ()
+    base = base_nbytes()
     return Machine(
         name=name, memory_nbytes=memory_nbytes, flops_per_second=best, device=device.type, model=run.model.label,
         sequence=run.data.sequence, flops_per_token=float(shape.flops_per_token(run.data.sequence)), parameters=shape.parameters(),
         steps=tuple(steps), update_seconds=update,
         codecs=speeds(codecs, torch.device("cpu")), on_gpu=speeds(there, device),
-        disk_nbytes_per_second=disk_speed(place), base_nbytes=base_nbytes(), word="measured",
+        disk_nbytes_per_second=disk_speed(place), base_nbytes=base, threads=torch.get_num_threads(), price=round_price(),
+        word="measured",
     )  # fmt: skip
 
 
@@ -191,6 +198,55 @@ def codec_speed(
         out[:1].tolist()
 
     return machine.CodecSpeed(numel / _median(encode, seconds), numel / _median(decode, seconds), numel)
+
+
+def round_price() -> machine.RoundPrice:
+    """CPU seconds of rounds of the default method, of two replicas that are threads of this process; those of all its encoding and decoding are taken
+    off. A measurement takes about a tenth of a second, and counts CPU, so that other work on the machine changes it little.
+    """
+    few, many, large = (
+        min(_round_seconds(*shape) for _ in range(2)) for shape in ((2, 1 << 10), (32, 1 << 10), (2, 1 << 20))
+    )
+    tensor = max(0.0, many[0] - few[0]) / 30
+    parameter = max(0.0, large[0] - few[0]) / (1 << 20)
+    speed = codec_speed(streaming_sign().codec, 0.0, 1 << 10)
+    beside = max(0.0, few[1] - (1 << 10) * (1 / speed.encode + 2 / speed.decode))
+    return machine.RoundPrice(max(0.0, few[0] - 2 * tensor), tensor, parameter, beside)
+
+
+def _round_seconds(tensors: int, parameters: int) -> tuple[float, float]:
+    """CPU seconds of a round of a fragment of so many tensors and parameters: of a replica's main thread, and of its other threads."""
+
+    def replica(group: Group) -> tuple[float, float]:
+        model = nn.ParameterList([torch.zeros(parameters // tensors) for _ in range(tensors)])
+        draws = torch.Generator().manual_seed(group.rank)
+        for parameter in model:
+            parameter.grad = torch.randn(parameter.shape, generator=draws)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        weights = torch.randn(192, 192, generator=draws, requires_grad=True)
+
+        def main_seconds() -> float:
+            gather(group, b"", 0, "probe")  # so that the process does this alone
+            began = time.thread_time()
+            for _ in range(_PRICED_STEPS):
+                (
+                    weights @ weights
+                ).sum().backward()  # as training does: a round finds other code and data in the caches
+                optimizer.step()
+            return time.thread_time() - began
+
+        bare = main_seconds()
+        with Replica(streaming_sign(every=2, partition=Whole()), model, optimizer, group):
+            main_seconds()
+            gather(group, b"", 0, "probe")
+            whole = time.process_time()
+            main = main_seconds()
+            gather(group, b"", 0, "probe")
+            whole = time.process_time() - whole
+        rounds = _PRICED_STEPS / 2
+        return max(0.0, main - bare) / rounds, max(0.0, whole / group.size - main) / rounds
+
+    return run_threads(2, replica)[0]
 
 
 def disk_speed(place: Path) -> float:

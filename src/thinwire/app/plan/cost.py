@@ -22,17 +22,21 @@ from thinwire.exchange import Exchange
 from thinwire.pieces.schedule import Schedule, busiest
 from thinwire.strategy import Strategy
 
+DEAR = 0.1  # share of the time from which the work of an exchange is worth a warning
 _PERIODS = 12  # that are followed; the first half does not count, because long flights need some periods to settle
 
 
 @dataclass(frozen=True)
 class FragmentSeconds:
-    """Seconds of one fragment's exchange: encoding, the slowest wire, the delay of the way, and decoding."""
+    """Seconds of one fragment's exchange: encoding, the slowest wire, the delay of the way, and decoding; and those that training loses by it,
+    because its own cores do the work (`RoundPrice`).
+    """
 
     encode_seconds: float
     wire_seconds: float
     way_seconds: float
     decode_seconds: float
+    taken_seconds: float = 0.0
 
     @property
     def flight_seconds(self) -> float:
@@ -48,6 +52,7 @@ class Pace:
     stall_seconds: float  # of an inner step, on average
     wire_use: float  # share of the time in which the slowest wire is busy
     latest_seconds: float  # by how much the latest landing was late
+    taken: float  # share of the time in which training's cores do the exchange's work
 
 
 def wire_seconds(links: Links, nbytes: float, places: Sequence[int] | None = None) -> float:
@@ -101,21 +106,25 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Fragment
     """
     every, delay = strategy.schedule.every, strategy.schedule.delay
     eager = strategy.merge.whole_period
-    clock = outbound = wire = inbound = busy = latest = 0.0
-    traffic = [(one.encode_seconds, one.wire_seconds, one.way_seconds, one.decode_seconds) for one in fragments]
+    clock = outbound = wire = inbound = busy = latest = taken = 0.0
+    traffic = [
+        (one.taken_seconds, one.encode_seconds, one.wire_seconds, one.way_seconds, one.decode_seconds)
+        for one in fragments
+    ]
     lands, arrives = [-1] * len(traffic), [0.0] * len(traffic)  # by fragment: step, time
-    before = (0.0, 0.0, 0)  # clock, busy, step after the first half
+    before = (0.0, 0.0, 0.0, 0)  # clock, busy, taken, step after the first half
     done = 0
     for step, what, p in _events(busiest(strategy.schedule), len(traffic), eager):  # type: ignore[arg-type]  # frozen values hash
         if step > _PERIODS * every:
             break
-        if step > _PERIODS // 2 * every and not before[2]:
+        if step > _PERIODS // 2 * every and not before[3]:
             half = _PERIODS // 2 * every
             clock, done = clock + (half - done) * step_seconds, half
-            before = (clock, busy, half)
+            before = (clock, busy, taken, half)
         clock, done = clock + (step - done) * step_seconds, step
         if what == 1:  # conditions in place of `max`, which takes half of the time of a plan with many fragments
-            encode, on_wire, way, decode = traffic[p]
+            own, encode, on_wire, way, decode = traffic[p]
+            clock, taken = clock + own, taken + own
             outbound = (clock if clock > outbound else outbound) + encode
             wire = (outbound if outbound > wire else wire) + on_wire
             busy += on_wire
@@ -125,13 +134,15 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Fragment
             lands[p] = -1
             late = max(0.0, arrives[p] - clock)
             clock += late
-            latest = max(latest, late) if before[2] else 0.0
+            latest = max(latest, late) if before[3] else 0.0
     clock += (_PERIODS * every - done) * step_seconds
-    steps = _PERIODS * every - before[2]
+    steps = _PERIODS * every - before[3]
     wall = clock - before[0]
     computing = steps * step_seconds
+    own = taken - before[2]
+    stalled = max(0.0, wall - computing - own)
     return Pace(
-        min(1.0, computing / wall), max(0.0, wall - computing) / steps, min(1.0, (busy - before[1]) / wall), latest
+        min(1.0, computing / wall), stalled / steps, min(1.0, (busy - before[1]) / wall), latest, min(1.0, own / wall)
     )
 
 

@@ -38,6 +38,8 @@ def sentence(setting: Setting, best: Setting) -> str:
         why = "the slowest wire is busy all the time: no overlap can hide more"
     else:
         why = f"a fragment flies {flight} and has only {window}: the latest lands {text_of_seconds(pace.latest_seconds)} late"
+    if pace.taken >= 0.01:
+        why += f", and the work of its rounds takes {text_of_share(pace.taken)} of the time of the cores that train"
     if setting is best:
         return f"The best: {why}; {text_of_share(pace.utilization)} of the time is training."
     slower = setting.tokens_per_second / best.tokens_per_second - 1
@@ -105,6 +107,12 @@ def warnings(task: Task, best: Setting) -> list[str]:
         slow = task.machine(best.places[rates.index(min(rates))]).name
         said.append(
             f"unequal-machines: all wait for {slow} in every round; the fastest idles {100 - 100 * min(rates) / max(rates):.0f} % (predicted)"
+        )
+    if best.pace.taken > cost.DEAR:
+        rounds = f"{len(best.traffic)} rounds in {best.strategy.schedule.every} steps of {text_of_seconds(best.step_seconds)}"
+        said.append(
+            f"rounds-are-dear: the work of {rounds} takes {text_of_share(best.pace.taken)} of the time of the cores that train; a larger batch, "
+            "fewer fragments or a larger H costs less (predicted)"
         )
     if best.strategy.anchors == "disk":
         said.append(_on_disk(task, best))

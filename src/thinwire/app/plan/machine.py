@@ -58,10 +58,36 @@ class CodecSpeed:
 
 
 @dataclass(frozen=True)
+class RoundPrice:
+    """CPU seconds that a round of a fragment takes, besides encoding and decoding: of the main thread for each round, for each tensor and for
+    each parameter, and of the threads beside it for each round.
+
+    The default is that of the machine on which Thinwire is developed, as `thinwire probe` measures it.
+    """
+
+    main_seconds: float = 8e-4
+    tensor_seconds: float = 4e-5
+    parameter_seconds: float = 2e-9
+    beside_seconds: float = 1.5e-3
+
+    def __post_init__(self) -> None:
+        for what, value in vars(self).items():
+            if not (isfinite(value) and value >= 0):
+                raise ConfigurationError(f"{what}={value} of a round: 0 or more is needed.")
+
+    def taken_seconds(self, tensors: int, parameters: int, codec_seconds: float, threads: int) -> float:
+        """Seconds that training on `threads` cores loses by a round: its main thread does the one part, and the other takes turns with it on
+        those cores.
+        """
+        main = self.main_seconds + tensors * self.tensor_seconds + parameters * self.parameter_seconds
+        return main + (self.beside_seconds + codec_seconds) / threads
+
+
+@dataclass(frozen=True)
 class Machine:
     """The machine of one replica. `steps` were measured with `model` at `sequence` tokens; those of other models are scaled by
     operations. `codecs` are by name, the smallest timed fragment first; `on_gpu` are those of rounds that stay on a GPU. `base_nbytes`
-    is the memory of a replica's process without its model."""
+    is the memory of a replica's process without its model; `threads` is the number of cores that train."""
 
     name: str
     memory_nbytes: int
@@ -77,6 +103,8 @@ class Machine:
     on_gpu: Mapping[str, tuple[CodecSpeed, ...]] = field(default_factory=dict)
     disk_nbytes_per_second: float | None = None
     base_nbytes: int = BASE_NBYTES
+    threads: int = 1
+    price: RoundPrice = RoundPrice()
     word: str = "given"
 
     def __post_init__(self) -> None:
@@ -89,6 +117,7 @@ class Machine:
             ("memory", self.memory_nbytes),
             ("flops_per_second", self.flops_per_second),
             ("base", self.base_nbytes),
+            ("threads", self.threads),
         ):
             _check(f"{self.name}: {what}", value)
         if self.disk_nbytes_per_second is not None:
@@ -127,6 +156,12 @@ class Machine:
         )
         return parameters / encode + packets * parameters / decode
 
+    def taken_seconds(self, tensors: int, parameters: int, codec_seconds: float) -> float:
+        """Seconds that training loses by a round of a fragment; none on a GPU, which trains meanwhile."""
+        return (
+            0.0 if self.device == "cuda" else self.price.taken_seconds(tensors, parameters, codec_seconds, self.threads)
+        )
+
     def warnings(self, shape: Shape, sequence: int) -> tuple[Outside, ...]:
         """A warning if step times are scaled from another model's."""
         if self._is_own(shape, sequence):
@@ -154,7 +189,8 @@ class Machine:
         facts: dict[str, Any] = {
             "word": self.word, "name": self.name, "device": self.device,
             "memory": f"{self.memory_nbytes / 1e9:.4g}GB", "base": f"{self.base_nbytes / 1e6:.4g}MB",
-            "flops_per_second": float(f"{self.flops_per_second:.4g}"),
+            "flops_per_second": float(f"{self.flops_per_second:.4g}"), "threads": self.threads,
+            "round": {name: float(f"{seconds:.4g}") for name, seconds in vars(self.price).items()},
         }  # fmt: skip
         if self.disk_nbytes_per_second:
             facts["disk"] = f"{self.disk_nbytes_per_second / 1e6:.4g}MB"
@@ -215,6 +251,8 @@ class Machine:
                 on_gpu=_codecs(facts.get("codec_on_gpu", [])),
                 disk_nbytes_per_second=None if disk is None else quantities.nbytes(disk),
                 base_nbytes=quantities.nbytes(facts["base"]) if "base" in facts else BASE_NBYTES,
+                threads=int(facts.get("threads", 1)),
+                price=RoundPrice(**{name: float(seconds) for name, seconds in facts.get("round", {}).items()}),
                 word=str(facts.get("word", "given")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -395,6 +395,10 @@ class _Group:
                 )
                 wire = link.serialisation_seconds(exchange.nbytes_sent(codec, numel, self.size))
                 way = max(0.0, exchange.seconds(codec, numel, self.size, link) - wire)
-                found[shapes] = cost.FragmentSeconds(encode, wire, way, decode)
+                taken = max(
+                    machine.taken_seconds(len(shapes), numel, machine.codec_seconds(names, numel, self.size, there))
+                    for machine in self.machines
+                )
+                found[shapes] = cost.FragmentSeconds(encode, wire, way, decode, taken)
             self._traffic[key] = tuple(found[shapes] for shapes in candidate.shapes)
         return self._traffic[key]
