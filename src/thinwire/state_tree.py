@@ -175,7 +175,7 @@ def unpack(
 def is_data(value: object) -> bool:
     """Whether `value` is written whole: no container whose entries somebody may want to see one by one, and no object of a class of its own."""
     kind = type(value)
-    frozen = dataclasses.is_dataclass(kind) and bool(kind.__dataclass_params__.frozen)
+    frozen = dataclasses.is_dataclass(kind) and bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
     return (
         value is None
         or isinstance(value, _DATA)

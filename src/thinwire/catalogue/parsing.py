@@ -23,8 +23,9 @@ _UNREADABLE = (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionErr
 
 
 def pieces_of(kind: type) -> list[str]:
-    """The names of the pieces of one `kind`, such as Codec or Partition."""
-    return sorted(name for name, piece in PIECES.items() if isinstance(piece, type) and kind in piece.__mro__)
+    """The names of the pieces of one `kind`, such as Codec or Partition: the core's, then those of packages."""
+    found = [name for name, piece in PIECES.items() if isinstance(piece, type) and kind in piece.__mro__]
+    return sorted(found, key=lambda name: (not hasattr(catalogue, name), name))
 
 
 def parse(

@@ -22,8 +22,8 @@ from thinwire.drivers.claim import GroupClaim
 from thinwire.drivers.fragment import FragmentState, RoundUpdate, first_state
 from thinwire.drivers.gradients import Stepped
 from thinwire.drivers.handshake import compare_settings
-from thinwire.drivers.inner_steps import outermost
 from thinwire.drivers.rounds import RoundPipeline
+from thinwire.drivers.step_hooks import outermost
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.pieces.partition import Fragment, Whole, trainable
 from thinwire.pieces.piece import digests

@@ -229,9 +229,8 @@ def _round_seconds(tensors: int, parameters: int) -> tuple[float, float]:
             gather(group, b"", 0, "probe")  # so that the process does this alone
             began = time.thread_time()
             for _ in range(_PRICED_STEPS):
-                (
-                    weights @ weights
-                ).sum().backward()  # as training does: a round finds other code and data in the caches
+                # as training does: a round finds other code and data in the caches
+                (weights @ weights).sum().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             return time.thread_time() - began
 

@@ -25,8 +25,8 @@ from thinwire.comm.group import Group, gather
 from thinwire.drivers.attached import Attached
 from thinwire.drivers.claim import GroupClaim
 from thinwire.drivers.handshake import agree_on_start, check_start
-from thinwire.drivers.inner_steps import outermost
 from thinwire.drivers.module_state import clear
+from thinwire.drivers.step_hooks import outermost
 from thinwire.drivers.unequal.composition import Composition
 from thinwire.drivers.unequal.host import Host
 from thinwire.drivers.unequal.messages import (

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group, Transfer
 from thinwire.drivers.attached import TAG, Attached, Method, Traits, nbytes_to_all, silent
 from thinwire.drivers.handshake import agree_on_resume, compare_settings, digest
-from thinwire.drivers.inner_steps import outermost
 from thinwire.drivers.module_state import evaluating
+from thinwire.drivers.step_hooks import outermost
 from thinwire.errors import CheckpointError, ConfigurationError, PacketError
 from thinwire.lab.methods.predictions import (
     PredictionCoder,

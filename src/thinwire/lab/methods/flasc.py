@@ -32,7 +32,7 @@ from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.drivers.attached import TAG, Attached, Method, check_rounds, check_sampled, draw_names, silent
 from thinwire.drivers.handshake import digest
-from thinwire.drivers.inner_steps import outermost
+from thinwire.drivers.step_hooks import outermost
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
 from thinwire.pieces.piece import check_piece

@@ -27,8 +27,8 @@ from thinwire.comm.group import Group, gather
 from thinwire.drivers.attached import TAG, Attached
 from thinwire.drivers.fragment import FragmentState
 from thinwire.drivers.handshake import agree_on_start, check_start
-from thinwire.drivers.inner_steps import outermost
 from thinwire.drivers.module_state import clear
+from thinwire.drivers.step_hooks import outermost
 from thinwire.errors import CheckpointError, NonFiniteError
 from thinwire.lab.gossip.consensus import mean_of_all
 from thinwire.lab.pairs.composition import PairComposition

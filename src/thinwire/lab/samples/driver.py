@@ -22,8 +22,8 @@ from thinwire.drivers.attached import Attached
 from thinwire.drivers.claim import GroupClaim
 from thinwire.drivers.fragment import FragmentState
 from thinwire.drivers.handshake import agree_on_start, check_start
-from thinwire.drivers.inner_steps import outermost
 from thinwire.drivers.module_state import clear
+from thinwire.drivers.step_hooks import outermost
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError, PeerError
 from thinwire.lab.robust.coordinates import mean_of
 from thinwire.lab.samples.composition import SampleComposition
