@@ -1,7 +1,7 @@
 """The table of pieces, with one row for each. To add a piece, write one file and add one row here.
 
 Pieces of other packages, thinwire.lab among them, come by the entry points `thinwire.pieces`: see registered.py. The parser's
-names, the table in docs/pieces.md and the pieces that the laws test follow from both. A piece whose arguments all have
+names and the pieces that the laws test follow from both. A piece whose arguments all have
 defaults is tested with these defaults and the `claims` that it declares. Other pieces, and further settings of a piece, have rows in
 tests/support/pieces.py.
 """

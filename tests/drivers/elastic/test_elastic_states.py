@@ -294,16 +294,14 @@ def test_no_other_module_writes_attributes_of_the_loop_or_membership() -> None:
 
 
 def drawn() -> str:
-    """Returns the table in the form of docs/rounds.md."""
-    lines = ["| state: this replica | event | what the loop does | next state |", "|---|---|---|---|"]
+    """Returns the table in the form of docs/rounds.md: a row for each state, with what each event makes the loop do."""
+    lines = ["| state: this replica | event: what the loop does (next state) |", "|---|---|"]
     for state in State:
-        said = f"`{state.name}`: {state.value}"
+        cells = []
         for (_, event), (after, actions) in ((row, then) for row, then in TRANSITIONS.items() if row[0] is state):
-            done = ", then ".join(action.value for action in actions)
-            lines.append(f"| {said} | `{event.name}` | {done} | {'' if after is state else f'`{after.name}`'} |")
-            said = ""
-        lines += [f"| {said} | | | |"] if said else []
-    lines += ["", "| event | what happens |", "|---|---|", *(f"| `{event.name}` | {event.value} |" for event in Event)]
+            done = ", then ".join(action.value for action in actions) or "–"
+            cells.append(f"`{event.name}`: {done}" + (f" (`{after.name}`)" if after is not state else ""))
+        lines.append(f"| `{state.name}`: {state.value} | {' · '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from thinwire.app.trainer.settings import recipe_name
 from thinwire.catalogue.methods import NAMED
 
 LEAST_STEPS, UNEQUAL_FACTOR = 10, 1.5  # no advice about speeds with fewer steps, or a smaller factor
-USELESS_FACTOR = 10.0  # a machine so many times as slow has brought nothing: docs/methods/decoupled_diloco.md
+USELESS_FACTOR = 10.0  # a machine so many times as slow has brought nothing: docs/unequal.md
 # Measured with so slow a machine.
 WITH_SLOW = ("streaming_sign", "streaming_diloco", "diloco", "local_sgd", "data_parallel", "decoupled_diloco")
 WEIGHABLE = (*WITH_SLOW, "async_local_sgd", "halos")
