@@ -50,6 +50,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire import checkpoint
 from thinwire.catalogue.methods import RECIPES
 
 # These names may move; if they do, change these lines and nothing else. All else is found by text and by the command.
@@ -285,16 +286,16 @@ def resumed() -> Finding:
             for step in range(1, 8):
                 inner_step(replica.model, optimizer, group.rank, step)
             in_flight = len(replica.in_flight)
-            tw.checkpoint.save(folder / str(group.rank), replica, notes={})
+            checkpoint.save(folder / str(group.rank), replica, notes={})
             replica.close()
             return in_flight
 
         def second(group: tw.Group) -> str:
             attached, optimizer = replica_of(strategy, group)
             with attached as replica:
-                found, _ = tw.checkpoint.newest_common(folder / str(group.rank), group)
+                found, _ = checkpoint.newest_common(folder / str(group.rank), group)
                 assert found
-                tw.checkpoint.load(found, replica)
+                checkpoint.load(found, replica)
                 for step in range(replica.step + 1, STEPS + 1):
                     inner_step(replica.model, optimizer, group.rank, step)
             return digest([*replica.model.parameters()])

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_optimizers_resume import Killed, resumes, train
+from resumed_optimizers import Killed, resumes, train
 from torch import nn
 
 import thinwire as tw

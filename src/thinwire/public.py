@@ -59,5 +59,29 @@ _HOMES = {
     "Replica": "replica",
     "Strategy": "strategy",
 }
-__all__ = sorted(_HOMES)
+__all__ = [  # written out, for type checkers
+    "CheckpointError",
+    "ConfigurationError",
+    "DataError",
+    "DisagreementError",
+    "GradientHook",
+    "Group",
+    "LinkError",
+    "ModelError",
+    "NonFiniteError",
+    "PacketError",
+    "PeerError",
+    "Replica",
+    "Strategy",
+    "ThinwireError",
+    "ThreadGroup",
+    "TorchGroup",
+    "data_parallel",
+    "diloco",
+    "finetune",
+    "local_sgd",
+    "run_threads",
+    "streaming_diloco",
+    "streaming_sign",
+]
 __getattr__ = lazily("thinwire", _HOMES)

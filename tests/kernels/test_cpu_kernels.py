@@ -15,7 +15,7 @@ from pieces import CODECS, over
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.codecs import warm, warm_up
+from thinwire.codecs import base, warm_up
 from thinwire.codecs.bits import ascending_nbytes, low_bits, packed_nbytes
 from thinwire.kernels import cpu_block as cpu
 from thinwire.kernels import cpu_sparse, reference
@@ -296,7 +296,7 @@ def import_again() -> list[CPUDispatcher]:
 def forget():
     """Forgets the kernels of each device, and which codecs are warm."""
     kernels._of.cache_clear()
-    warm._warm.cache_clear()
+    base._warm.cache_clear()
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ import pytest
 
 from thinwire.errors import ConfigurationError
 from thinwire.pieces import own_files
-from thinwire.pieces.piece import digests, file_of, load, pinned_file, taken_apart
+from thinwire.pieces.own_files import file_of, load, pinned_file, taken_apart
+from thinwire.pieces.piece import digests
 
 
 def test_a_file_is_pinned_by_its_absolute_path_and_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

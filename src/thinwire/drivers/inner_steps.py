@@ -298,7 +298,7 @@ class _Places:
     def check(self) -> None:
         """Raise `ModelError` if a parameter is no longer the model's, or of another dtype or shape."""
         for number, (place, module, name, parameter, dtype, shape) in enumerate(self._places):
-            now = getattr(module, name, None)
+            now: Any = getattr(module, name, None)
             if now is not parameter:
                 if any(one is parameter for one in self._model.parameters()):  # under another name, as pruning has it
                     continue
