@@ -97,7 +97,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "format a tree": (_with(format=[[]]), "has format [[]]"),
     "format of an earlier version": (
         _with(format=3),
-        "has format 3, this version reads 4; use the version that wrote it",
+        "has format 3, this version reads 5; use the version that wrote it",
     ),
     "frozen missing": (_with(frozen=None), "KeyError: 'frozen'"),
     "facts a list": (_with(facts=[]), "no sound facts"),

@@ -57,7 +57,7 @@ from thinwire.errors import ConfigurationError
         (["follow", "nothing", "--every", "-1"], "--every -1.0: seconds between two looks are needed"),
         (
             ["docs", "../README"],
-            "'../README' is no page; there are data, design, diagnosis, displays, elastic, experts, family, follow and ",
+            "'../README' is no page; there are data, design, diagnosis, displays, elastic, experiments, experts, family and ",
         ),
         (["train", "--model", "hf:/none/such"], "'hf:/none/such': there is no such folder"),
         (["train", "--model", "hf:/none/such", "--tokenizer", "bytes"], "'/none/such': there is no such folder"),

@@ -68,7 +68,7 @@ def test_a_command_that_begins_with_closed_output_works(tmp_path: Path) -> None:
 
 def test_a_locale_without_unicode_spells_it_out() -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "thinwire", "docs", "pieces"],
+        [sys.executable, "-m", "thinwire", "docs", "metrics"],
         env=os.environ | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, text=True, encoding="latin-1", check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")

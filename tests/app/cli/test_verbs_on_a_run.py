@@ -215,7 +215,7 @@ def test_a_resume_with_another_number_of_replicas_is_refused_without_a_whole_set
     for path in (run / "checkpoints/replica-1").iterdir():
         (path / "inner.safetensors").unlink()
     before = sorted(path.name for path in run.iterdir())
-    assert main(["resume", str(run), "--replicas", "3"]) == 1
+    assert main(["resume", str(run), "--replicas", "3", "--steps", "9"]) == 1
     assert "no step of which all 2 replicas have a whole checkpoint" in capsys.readouterr().err
     assert main(["resume", str(run), "--replicas", "3", "--seed", "1"]) == 2
     assert "begun with other settings: seed 0 there, 1 given" in capsys.readouterr().err

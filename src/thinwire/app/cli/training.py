@@ -89,6 +89,8 @@ def saying_how_to_resume(folder: Path, command: str) -> Iterator[None]:
     try:
         yield
     except (LinkError, CheckpointError) as error:
+        if not (folder / "run.toml").exists():  # it was renamed or deleted meanwhile, and the error says so
+            raise
         run = run_folder.run_in(folder)
         over = complete(run, folder) or cannot_resume(run) or of_full_disk(folder)[1]
         over = over or any(end in str(error) for end in ("EndedError", " is revoked", "To resume: "))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from thinwire import registered
@@ -154,6 +155,7 @@ def models_in(folder: Path) -> Any | None:
     return next((kind.read(folder) for kind in kinds if kind.is_one(folder)), None)
 
 
+@torch.no_grad()
 def scores_of(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
     """log p(target | tokens up to it), BT in fp64 on the CPU."""
     if not tokens_BT.numel():  # a model reads at least one token

@@ -46,10 +46,8 @@ class Conduct:
         self._out: dict[str, tuple[float, str]] = {}  # by name: until when it is left out, and why
         self._said: dict[str, float] = {}
         self._count: Counter[str] = Counter()  # faults since the last warning
-        self._waits: tuple[str, dict[str, float]] = (
-            "",
-            {},
-        )  # of the last round: its view, and for whom this member waited
+        # of the last round: its view, and for whom this member waited
+        self._waits: tuple[str, dict[str, float]] = ("", {})
         self._began, self._step, self._still = membership.clock(), 0, False
 
     def blame(self, view_id: str, blames: Mapping[str, str], sums: Mapping[str, str]) -> None:
@@ -73,8 +71,11 @@ class Conduct:
                 self._blames.setdefault(name, f"{WAITED} {seconds:.1f} s for it alone")
 
     def waited(self, view_id: str, seconds: Mapping[str, float], step: int) -> None:
-        """The round of this view is over at this inner `step`; this member waited so long for others, by name."""
-        self._waits, self._still = (view_id, dict(seconds)), step == self._step
+        """The round of this view is over at this inner `step`; this member waited so long for others, by name. With rules for eviction these
+        alone judge delays.
+        """
+        if self._membership.evict is None:
+            self._waits, self._still = (view_id, dict(seconds)), step == self._step
 
     def says(self) -> dict[str, object]:
         """Fields of the next status; each report is sent once."""

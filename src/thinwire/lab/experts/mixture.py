@@ -80,7 +80,6 @@ class Mixture(nn.Module):
         return (self.posterior(scores_KBT)[..., :-1] + scores_KBT.double().cpu()).logsumexp(0)
 
 
-@torch.no_grad()
 def cached_prior(mixture: Mixture, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
     """P(j) as an exponential moving average over sequences: P ← d · P + (1 − d) · P(j | sequence), starting from the uniform prior; d is `DECAY`.
 
