@@ -449,7 +449,7 @@ def _referred(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor
 def pack_random(cpu: Tensor, model: nn.Module | None, numpy: object, python: tuple[Any, ...]) -> Packed:
     """What torch draws next on the CPU, and on the GPUs of `model`; and the states of numpy and Python."""
     version, numbers, gauss = python
-    gpus = [torch.cuda.get_rng_state(gpu) for gpu in _gpus(model)] if model else []
+    gpus = [torch.cuda.get_rng_state(gpu) for gpu in _gpus(model)] if model is not None else []
     states = {"cpu": cpu, "cuda": gpus, "numpy": numpy, "python": (version, np.array(numbers), gauss)}
     return pack(states, "random", prefix="random.")
 

@@ -223,7 +223,7 @@ def test_a_resume_with_another_number_of_replicas_is_refused_without_a_whole_set
     assert sorted(path.name for path in run.iterdir()) == before and Run.load(run / "run.toml").placement.replicas == 2
     for name, says in (("dgc", "dgc keeps what each replica has not sent"), ("fedavg", "fedavg keeps")):
         Run.load(run / "run.toml").with_strategy(name).save(run / "run.toml")
-        assert main(["resume", str(run), "--replicas", "3"]) == 2
+        assert main(["resume", str(run), "--replicas", "3", "--steps", "9"]) == 2
         assert says in capsys.readouterr().err
 
 
