@@ -12,33 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from resumed_optimizers import Killed, resumes, train
+from resumed_optimizers import SAM, Killed, resumes, train
 from torch import nn
 
 import thinwire as tw
 from thinwire import checkpoint
-
-
-class SAM(torch.optim.Optimizer):
-    """As people copy it: its state dict has not the moments of the optimizer inside."""
-
-    def __init__(self, params, base, **settings):
-        super().__init__(params, {"rho": 0.05, **settings})
-        self.base_optimizer = base(self.param_groups, **settings)
-        self.param_groups = self.base_optimizer.param_groups
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        torch.enable_grad()(closure)()
-        held = [p for group in self.param_groups for p in group["params"]]
-        before = [p.clone() for p in held]
-        for p in held:
-            p.add_(p.grad, alpha=0.05)
-        torch.enable_grad()(closure)()
-        for p, values in zip(held, before):
-            p.copy_(values)
-        self.base_optimizer.step()
-        self.param_groups[0]["lr"] *= 0.9  # as a schedule does; the optimizer inside has the same groups
 
 
 class Slow(torch.optim.Optimizer):

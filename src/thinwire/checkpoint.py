@@ -131,12 +131,11 @@ def check(replica: Trained, *, frozen: bool = True) -> None:
 def _packed(replica: Trained, frozen: bool) -> tuple[Packed, Packed]:
     optimizer = replica.optimizer
     held = training_state.optimizer_state(optimizer)
-    attributes = optimizer_attributes.held_by(optimizer, replica.model, training_state.optimizer_state)
-    packages = training_state.packages_of(optimizer)
+    attributes = optimizer_attributes.held_by(optimizer, replica.model)
+    packages = optimizer_attributes.packages_of(optimizer)
     # named first, so that a message says optimizer.state[3]["hook"]
-    state = pack_together(
-        [held["state"], attributes], "optimizer", _referred(replica.model, optimizer), "optimizer.", packages
-    )
+    known = optimizer_attributes.known_to(optimizer, replica.model)
+    state = pack_together([held["state"], attributes], "optimizer", known, "optimizer.", packages)
     drawn = pack_random(torch.get_rng_state(), replica.model, np.random.get_state(legacy=False), random.getstate())
     tree = {"classes": held["classes"], "optimizer": state.json, "random": drawn.json}
     model = pack(training_state.model_state(replica.model, frozen), "model")
@@ -405,8 +404,7 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
         )
     path, model, optimizer = checkpoint.path, replica.model, replica.optimizer
     packed, inner, outer = (read_tree(path / name) for name in _FILES)
-    parameters = [*model.parameters()]
-    places: dict[str, Any] = {"devices": {p.device for p in parameters}, "meshes": training_state.meshes_of(parameters)}
+    places = optimizer_attributes.places(model)
     weights = unpack(packed, "model", copied=False, **places)
     facts: dict[str, Any] = inner.json if isinstance(inner.json, dict) else {}
     classes: Any = facts.get("classes")
@@ -426,24 +424,16 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     training_state.check_optimizer_class(optimizer, classes or [])
-    referred, packages = _referred(model, optimizer), training_state.packages_of(optimizer)
+    known, packages = optimizer_attributes.known_to(optimizer, model), optimizer_attributes.packages_of(optimizer)
     content = Packed(facts["optimizer"], inner.tensors)
-    held = unpack(content, "the optimizer's state", referred, packages=packages, **places)
+    held = unpack(content, "the optimizer's state", known, packages=packages, **places)
     if not isinstance(held, list) or len(held) != 2:
         raise CheckpointError(f"{path} is damaged: it lacks an optimizer.")
-    tied = optimizer_attributes.ties(optimizer)
     training_state.restore_optimizer(optimizer, {"classes": classes, "state": held[0]})
-    optimizer_attributes.restore(optimizer, model, held[1], training_state.restore_optimizer)
-    for tie in tied:
-        tie()
+    optimizer_attributes.restore(optimizer, model, held[1])
     training_state.restore_model(model, weights)
     _restore_random_states(model, drawn)
     replica.load_state(unpack(outer, "outer"), manifest["facts"])
-
-
-def _referred(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What an optimizer may refer to and a checkpoint holds elsewhere."""
-    return [*model.buffers(), *model.parameters(), *training_state.parameters_of(optimizer)]
 
 
 def pack_random(cpu: Tensor, model: nn.Module | None, numpy: object, python: tuple[Any, ...]) -> Packed:

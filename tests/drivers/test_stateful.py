@@ -8,12 +8,13 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_processes import SAVED, STRATEGIES, Loop, through_and_resumed
+from dcp_processes import SAVED, STEPS, STRATEGIES, Loop, through_and_resumed
 from pages import ROOT
+from resumed_optimizers import SAM
 from torch.distributed.checkpoint.stateful import Stateful
 
 import thinwire as tw
-from thinwire.testing.toy import same_bits
+from thinwire.testing.toy import batch, same_bits, toy, weights
 
 ALONE = {"no_dist": True}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -31,6 +32,48 @@ def test_distributed_checkpoints_in_separate_folders_resume_bit_for_bit(name, tm
         assert same_bits(one["through"], one["resumed"])
         assert one["in flight"] or name in ("sparse", "gradients"), "a round was in the air"
     assert same_bits(found[0]["through"], found[1]["through"])
+
+
+def test_an_optimizer_inside_another_is_in_a_distributed_checkpoint(tmp_path):
+    def sharp(group):
+        model = toy(0)
+        optimizer = SAM(model.parameters(), torch.optim.AdamW, lr=0.01)
+        replica = tw.Replica(tw.streaming_diloco(every=6, fragments=2, delay=2), model, optimizer, group)
+        return model, optimizer, replica
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            x, y = batch(0, 0, step)
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = (model(x) - y).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    (group,) = tw.ThreadGroup.create(1)
+    model, optimizer, replica = sharp(group)
+    train(model, optimizer, range(1, SAVED + 1))
+    own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(own | {"replica": replica}, checkpoint_id=tmp_path, **ALONE)
+    train(model, optimizer, range(SAVED + 1, STEPS + 1))
+    replica.finish()
+    replica.close()
+    through = weights(model)
+
+    model, optimizer, replica = sharp(group)
+    own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(own, checkpoint_id=tmp_path, **ALONE)
+    model.load_state_dict(own["model"])
+    optimizer.load_state_dict(own["optimizer"])
+    dcp.load({"replica": replica}, checkpoint_id=tmp_path, **ALONE)
+    assert optimizer.base_optimizer.param_groups is optimizer.param_groups and replica.in_flight
+    train(model, optimizer, range(SAVED + 1, STEPS + 1))
+    replica.finish()
+    replica.close()
+    assert same_bits(through, weights(model))
 
 
 @pytest.mark.slow

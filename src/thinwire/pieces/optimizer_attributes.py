@@ -26,15 +26,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
+from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
-from thinwire.state_tree import is_data
+from thinwire.pieces.training_state import (
+    meshes_of,
+    optimizer_state,
+    parameters_of,
+    restore_optimizer,
+)
+from thinwire.state_tree import Packed, is_data, pack, unpack
 
 _DEPTH = 8  # of objects and containers in an attribute
 _OBJECTS = 1 << 14  # most that are looked through
@@ -90,35 +97,92 @@ class Address:
 
     tensor: Tensor
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Address) and other.tensor is self.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
 
 _HELD = (Nested, Stateful, Attributes, Randomness)
 
-_at_entry: WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = WeakKeyDictionary()
+
+@dataclass
+class _Entry:
+    """What `begin` remembers of an optimizer."""
+
+    attributes: dict[str, Any]
+    ties: list[Callable[[], None]]
+
+
+_entries: WeakKeyDictionary[torch.optim.Optimizer, _Entry] = WeakKeyDictionary()
 
 
 def begin(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Remember the settings in the attributes of `optimizer`, before it steps; of several calls the first counts."""
+    """Remember the settings in the attributes of `optimizer`, before it steps or loads anything; of several calls the first counts."""
     for part in parts_of(optimizer):
-        if part not in _at_entry:
-            _at_entry[part] = _Capture(model, [part], None).attributes(part, ("optimizer",), 0)
+        if part not in _entries:
+            settings = _Capture(model, [part], states=False).attributes(part, ("optimizer",), 0)
+            _entries[part] = _Entry(settings, _ties(part))
 
 
-def held_by(
-    optimizer: torch.optim.Optimizer, model: nn.Module, state_of: Callable[[torch.optim.Optimizer], Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """What is to be saved of the attributes of `optimizer`, of each part. `state_of` gives `classes` and `state` of a nested one.
+def held_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+    """What is to be saved of the attributes of `optimizer`, of each part.
 
     Raises:
         CheckpointError: something in them changes and cannot be saved; the message has its path.
     """
     parts = parts_of(optimizer)
-    capture = _Capture(model, parts, state_of)
-    found = []
-    for number, part in enumerate(parts):
-        path: tuple[Any, ...] = ("optimizer",) if len(parts) == 1 else ("optimizer", number)
+    capture, found = _Capture(model, parts, states=True), []
+    for path, part in _paths(parts):
+        begun = _entries.get(part)
         now = capture.attributes(part, path, 0)
-        found.append(capture.changed_attributes(part, now, _at_entry.get(part), path))
+        found.append(capture.changed_attributes(part, now, begun.attributes if begun else None, path))
     return found
+
+
+def pack_apart(optimizer: torch.optim.Optimizer, model: nn.Module) -> Packed | None:
+    """`held_by` for a checkpoint that somebody else writes, in which the model and the state dict are: these are referred to. None if nothing is
+    held. Raises `CheckpointError`."""
+    held = held_by(optimizer, model)
+    return pack(held, "optimizer", _apart(optimizer, model), "", packages_of(optimizer)) if any(held) else None
+
+
+def restore_apart(optimizer: torch.optim.Optimizer, model: nn.Module, packed: Packed) -> None:
+    """The inverse of `pack_apart`, once the model and the state dict are loaded. Raises `CheckpointError`."""
+    here = places(model)
+    referred, packages = _apart(optimizer, model), packages_of(optimizer)
+    restore(optimizer, model, unpack(packed, "the optimizer's attributes", referred, packages=packages, **here))
+
+
+def places(model: nn.Module) -> dict[str, Any]:
+    """The devices and the meshes of `model`, for `unpack`."""
+    parameters = [*model.parameters()]
+    return {"devices": {p.device for p in parameters}, "meshes": meshes_of(parameters)}
+
+
+def known_to(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Tensor]:
+    """What an optimizer may refer to, and a checkpoint holds elsewhere."""
+    return [*model.buffers(), *model.parameters(), *parameters_of(optimizer)]
+
+
+def _apart(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Tensor]:
+    """Also the tensors of the optimizer's state, in an order that does not depend on who has loaded it."""
+    states = [part.state.get(parameter) for part in parts_of(optimizer) for parameter in parameters_of(part)]
+    entries = [state[name] for state in states if isinstance(state, dict) for name in sorted(state, key=str)]
+    return [*known_to(optimizer, model), *tensors_in(entries)]
+
+
+def packages_of(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The packages that define it and its parts, which may keep objects of their own in its state."""
+    return {package_of(type(one)) for one in (optimizer, *nested_in(optimizer))} - {"torch", "builtins"}
+
+
+def _paths(
+    parts: Sequence[torch.optim.Optimizer],
+) -> Iterator[tuple[tuple[Any, ...], torch.optim.Optimizer]]:
+    for number, part in enumerate(parts):
+        yield ("optimizer",) if len(parts) == 1 else ("optimizer", number), part
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -128,17 +192,11 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 
 class _Capture:
-    """Reads attributes; with `state_of` None without the states of what has a state dict, for a comparison later."""
+    """Reads attributes; without `states` for a comparison later, so without tensors and state dicts."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parts: Sequence[torch.optim.Optimizer],
-        state_of: Callable[[torch.optim.Optimizer], Mapping[str, Any]] | None,
-    ) -> None:
-        self._state_of = state_of
-        groups = [group for part in parts for group in part.param_groups]
-        known = [*model.parameters(), *model.buffers(), *(p for group in groups for p in group["params"])]
+    def __init__(self, model: nn.Module, parts: Sequence[torch.optim.Optimizer], *, states: bool) -> None:
+        self._states = states
+        known = [tensor for part in parts for tensor in known_to(part, model)]
         self._known = {id(tensor): tensor for tensor in known}
         self._memory = {memory for tensor in known if (memory := _memory(tensor))}
         self._modules = set(map(id, model.modules()))
@@ -151,16 +209,16 @@ class _Capture:
         for name, entry in _variables(value).items():
             if not _is_code(value, name, entry):
                 held[name] = self._value(entry, (*path, name), depth + 1)
-        if isinstance(value, torch.optim.Optimizer) and self._state_of and _loses_state(value):
+        if isinstance(value, torch.optim.Optimizer) and self._states and _loses_state(value):
             held["state"] = self._mapping(value.state, (*path, "state"), depth + 1)
         return held
 
     def _value(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
         if isinstance(value, Tensor | torch.Generator):
             shares = isinstance(value, Tensor) and id(value) not in self._known and _memory(value) in self._memory
-            return STAYS if shares or self._state_of is None else value
+            return value if self._states and not shares else STAYS
         if is_data(value):
-            return copy.copy(value) if self._state_of is None else value
+            return value if self._states else copy.copy(value)
         if id(value) in self._seen or depth > _DEPTH or len(self._seen) > _OBJECTS:
             return STAYS
         self._seen[id(value)] = value
@@ -190,12 +248,12 @@ class _Capture:
         if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
             return Randomness(value.getstate())
         if isinstance(value, torch.optim.Optimizer):
-            held = {"classes": [], "state": None} if self._state_of is None else self._state_of(value)
+            held = optimizer_state(value) if self._states else {"classes": [], "state": None}
             return Nested(held["classes"], held["state"], self.attributes(value, path, depth))
         if isinstance(value, nn.Module):
             return self._module(value)
         if isinstance(value, Iterator) and package in _FOREIGN and not isinstance(value, io.IOBase):
-            if self._state_of is None:
+            if not self._states:
                 return STAYS
             raise CheckpointError(
                 f"{spelled(path)}: a {kind.__qualname__} cannot be saved in a checkpoint, because nobody can read where an iterator is; keep "
@@ -204,7 +262,7 @@ class _Capture:
         if package == "thinwire" or isinstance(value, type) or not self._is_own(kind, value):
             return STAYS
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-            return Stateful(value.state_dict() if self._state_of else None)
+            return Stateful(value.state_dict() if self._states else None)
         return Attributes(self.attributes(value, path, depth))
 
     def _is_own(self, kind: type, value: Any) -> bool:
@@ -254,8 +312,8 @@ class _Capture:
         if type(now) in (list, tuple) and type(before) is type(now) and len(now) == len(before):
             made: Any = type(now)(self.changed(one, old, (*path, n)) for n, (one, old) in enumerate(zip(now, before)))
             return STAYS if all(one is STAYS for one in made) else made
-        if type(now) is dict and type(before) is dict and (keys := _same_keys(now, before)) is not None:
-            pairs = {key: self.changed(now[key], before[old], (*path, key)) for key, old in keys.items()}
+        if type(now) is dict and type(before) is dict and now.keys() == before.keys():
+            pairs = {key: self.changed(entry, before[key], (*path, key)) for key, entry in now.items()}
             return STAYS if all(one is STAYS for one in pairs.values()) else pairs
         if type(now) in (list, tuple, dict):
             return self._gained(now, path)
@@ -282,25 +340,9 @@ class _Capture:
         return dict(made) if isinstance(now, dict) else type(now)(entry for _, entry in made) if made else now
 
 
-def _same_keys(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any] | None:
-    """The keys of `now`, each with that of `before`; None if they differ."""
-
-    def plain(key: Any) -> Any:
-        return (
-            (Address, id(key.tensor))
-            if isinstance(key, Address)
-            else (Tensor, id(key))
-            if isinstance(key, Tensor)
-            else key
-        )
-
-    old = {plain(key): key for key in before}
-    return {key: old[plain(key)] for key in now} if {plain(key) for key in now} == old.keys() else None
-
-
-def restore(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Any,
-            load: Callable[[torch.optim.Optimizer, Mapping[str, Any]], None]) -> None:  # fmt: skip
-    """Put what `held_by` gave into the attributes of `optimizer`, whose state is loaded. `load` loads the state of a nested one.
+def restore(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Any) -> None:
+    """Put what `held_by` gave into the attributes of `optimizer`, whose state is loaded, and join again what was shared in it at `begin`:
+    groups and states, of which a load makes several.
 
     Raises:
         CheckpointError: this optimizer has nothing where the saved one had an optimizer or another object.
@@ -310,21 +352,16 @@ def restore(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Any,
         raise CheckpointError(
             "the checkpoint has attributes of another number of optimizers; give as many as were saved."
         )
-    restored = _Restore(model, parts, load)
-    for number, (part, attributes) in enumerate(zip(parts, saved)):
-        restored.attributes(part, attributes, ("optimizer",) if len(parts) == 1 else ("optimizer", number))
+    restored = _Restore(known_to(optimizer, model), parts)
+    for (path, part), attributes in zip(_paths(parts), saved):
+        restored.attributes(part, attributes, path)
+    for part in parts:
+        for tie in _entries[part].ties if part in _entries else ():
+            tie()
 
 
 class _Restore:
-    def __init__(
-        self,
-        model: nn.Module,
-        parts: Sequence[torch.optim.Optimizer],
-        load: Callable[[torch.optim.Optimizer, Mapping[str, Any]], None],
-    ) -> None:
-        self._load = load
-        groups = [group for part in parts for group in part.param_groups]
-        known = [*model.parameters(), *model.buffers(), *(p for group in groups for p in group["params"])]
+    def __init__(self, known: Iterable[Tensor], parts: Sequence[torch.optim.Optimizer]) -> None:
         self._known = set(map(id, known))
         self._loaded: set[int] = set()
         for part in parts:
@@ -365,7 +402,7 @@ class _Restore:
             return live
         if type(saved) is tuple and (live is ABSENT or type(live) is tuple):
             made = self._items(() if live is ABSENT else live, saved, path)
-            return live if live is not ABSENT and len(made) == len(live) and all(map(_is, made, live)) else tuple(made)
+            return live if live is not ABSENT and len(made) == len(live) and all(map(is_, made, live)) else tuple(made)
         if type(saved) is dict and isinstance(live, MutableMapping):
             return self._mapping(live, saved, path)
         if type(saved) is dict:
@@ -418,7 +455,7 @@ class _Restore:
         self._there(live, "the state of an optimizer" if isinstance(saved, Nested) else "the state of an object", path)
         try:
             if isinstance(saved, Nested) and isinstance(live, torch.optim.Optimizer):
-                self._load(live, {"classes": saved.classes, "state": saved.state_dict})
+                restore_optimizer(live, {"classes": saved.classes, "state": saved.state_dict})
                 self._note(live)
                 self.attributes(live, saved.attributes, path)
             elif isinstance(saved, Attributes) and isinstance(live, nn.Module):
@@ -463,17 +500,18 @@ def nested_in(value: Any, depth: int = 0, seen: set[int] | None = None) -> list[
     return found
 
 
-def ties(optimizer: torch.optim.Optimizer) -> list[Callable[[], None]]:
-    """Functions that join again what `optimizer` and those in it share now: groups and states, of which a load makes several."""
+def _ties(optimizer: torch.optim.Optimizer) -> list[Callable[[], None]]:
+    """Functions that join again what `optimizer` and those in it share now."""
     first: dict[int, tuple[Any, Any]] = {}  # by the id of what is shared: where it is
     tied: list[Callable[[], None]] = []
 
     def note(value: Any, holder: Any, key: Any) -> None:
-        source = first.setdefault(id(value), (holder, key))
-        if source[0] is not holder:
-            tied.append(partial(_tie, *source, holder, key))
+        source = first.setdefault(id(value), (ref(holder), key))
+        if source[0]() is not holder:
+            tied.append(partial(_tie, *source, ref(holder), key))
 
-    for one in [one for part in parts_of(optimizer) for one in (part, *nested_in(part))]:
+    # the innermost gives to the others: it has loaded its state itself, where those around it may have passed theirs on to it
+    for one in reversed((optimizer, *nested_in(optimizer))):
         for name in ("param_groups", "state"):
             if name in vars(one):
                 note(vars(one)[name], one, name)
@@ -482,12 +520,17 @@ def ties(optimizer: torch.optim.Optimizer) -> list[Callable[[], None]]:
     return tied
 
 
-def _tie(source: torch.optim.Optimizer, from_: str | int, holder: torch.optim.Optimizer, key: str | int) -> None:
-    """Give `holder` the groups, the state or the group that `source` has."""
+def _tie(
+    source: ref[torch.optim.Optimizer], from_: str | int, holder: ref[torch.optim.Optimizer], key: str | int
+) -> None:
+    """Give the holder the groups, the state or the group that the source has."""
+    giver, taker = source(), holder()
+    if giver is None or taker is None:  # the script has replaced it
+        return
     if isinstance(from_, int) and isinstance(key, int):
-        holder.param_groups[key] = source.param_groups[from_]
-    elif isinstance(key, str) and getattr(holder, key) is not (shared := getattr(source, str(from_))):
-        setattr(holder, key, shared)
+        taker.param_groups[key] = giver.param_groups[from_]
+    elif isinstance(key, str) and getattr(taker, key) is not (shared := getattr(giver, str(from_))):
+        setattr(taker, key, shared)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -550,10 +593,6 @@ def _memory(tensor: Tensor) -> int | None:
     """The address of a plain tensor's storage."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.numel()
     return tensor.untyped_storage().data_ptr() or None if plain else None
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _equal(one: Any, other: Any) -> bool:

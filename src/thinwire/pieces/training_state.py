@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
-from thinwire.pieces.optimizer_attributes import nested_in, package_of
 from thinwire.pieces.partition import compact, is_sharded
 
 
@@ -107,11 +106,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Its parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def packages_of(optimizer: torch.optim.Optimizer) -> set[str]:
-    """The packages that define it and its parts, which may keep objects of their own in its state."""
-    return {package_of(type(one)) for one in (optimizer, *nested_in(optimizer))} - {"torch", "builtins"}
 
 
 def check_optimizer_class(optimizer: torch.optim.Optimizer, classes: Sequence[Sequence[str]]) -> None:
