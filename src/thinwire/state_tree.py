@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
-from thinwire.pieces.partition import compact
+from thinwire.types import compact
 
 Path = tuple[Any, ...]  # keys and indices from the root to a value, its name first
 

@@ -72,9 +72,12 @@ def test_no_arrow_goes_through_a_wall():
         f"{file} -> {module}"
         for file in FILES
         for module in imports(file)
-        if module.split(".")[0] == "thinwire" and module != "thinwire" and wall(module) not in WALLS[wall(file)]
+        if file != DOOR
+        and module.split(".")[0] == "thinwire"
+        and module != "thinwire"
+        and wall(module) not in WALLS[wall(file)]
     }
-    assert broken == {f"{DOOR} -> thinwire.app.cli", f"{DOOR} -> thinwire.app.cli.main"}
+    assert not broken
 
 
 def test_no_file_is_named_for_nothing():

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from thinwire.comm.group import ElasticGroup, Group, gather
 from thinwire.drivers.handshake import agree_on_weights, digest
 from thinwire.errors import ConfigurationError, DisagreementError
-from thinwire.pieces.partition import compact, is_sharded, local
-from thinwire.types import Observer
+from thinwire.pieces.partition import is_sharded, local
+from thinwire.types import Observer, compact
 
 Gather = Callable[[bytes, int, str], list[bytes]]  # as `comm.group.gather`, without the group
 _FACT, _SAMPLE = 8, 64  # bytes of a digest, and about how many values of a frozen tensor are looked at during training

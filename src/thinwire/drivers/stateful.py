@@ -84,7 +84,8 @@ def pack_state(
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    return save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+    made: bytes = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+    return made
 
 
 def unpack_state(

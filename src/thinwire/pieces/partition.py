@@ -301,13 +301,3 @@ def _layer_prefixes(model: nn.Module, path: str | None) -> list[str]:
         best = max(lists, key=size)
         return [f"{best}.{name}." if best else f"{name}." for name, _ in modules[best].named_children()]
     return [f"{name}." for name in modules if name]  # a module without parameters of its own is no layer
-
-
-def compact(tensor: Tensor) -> Tensor:
-    """The elements of an expanded tensor that have memory of their own, as a view of it: of `x.expand(8)` those of x. Others are as given."""
-    if tensor.layout != torch.strided:
-        return tensor
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if size > 1 and stride == 0:
-            tensor = tensor.select(dim, 0).unsqueeze(dim)  # `narrow` would keep the stride 0, which some views refuse
-    return tensor

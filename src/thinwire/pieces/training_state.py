@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
-from thinwire.pieces.partition import compact, is_sharded
+from thinwire.pieces.partition import is_sharded
+from thinwire.types import compact
 
 
 def model_state(model: nn.Module, frozen: bool = True) -> dict[str, Any]:

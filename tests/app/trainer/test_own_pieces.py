@@ -18,7 +18,8 @@ from thinwire.app.cli import main
 from thinwire.app.trainer.run import Run
 from thinwire.catalogue.parsing import parse
 from thinwire.comm import run_threads
-from thinwire.pieces.piece import digests, pin, shorten
+from thinwire.pieces.own_files import pin, shorten
+from thinwire.pieces.piece import digests
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_pieces.py"
 SMALL = "--text text.txt --model nano --batch 1 --sequence 16 --eval-batches 1".split()  # noqa: SIM905
