@@ -66,7 +66,9 @@ class Conduct:
         self._began, self._step, self._waits = now, step, ("", {})
         for name, seconds in waits.items():
             cost = seconds if self._still else min(seconds, backlog)
-            if cost > SHARE * elapsed and self._failed in ("", view_id):
+            # nobody waits longer than the grace for a call; one that is back after an outage takes a little of it
+            lasting = cost > SHARE * elapsed and seconds > self._membership.timeouts.grace / 2
+            if lasting and self._failed in ("", view_id):
                 self._failed = view_id
                 self._blames.setdefault(name, f"{WAITED} {seconds:.1f} s for it alone")
 

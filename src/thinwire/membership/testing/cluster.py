@@ -345,12 +345,12 @@ class ThreadRendezvous:
 
             over = cluster.wait(self._name, lambda: joined() or vain(), seconds)
             absent = sorted(set(room.names) - room.here)
+            text = f"{', '.join(absent) or 'somebody'} did not come within {seconds:g} s"
             if over and not joined():
                 text = "the lighthouse has gone, or all others call for another view"
-                gone = cluster.lighthouse.epoch != self._epoch
+            if not joined():  # while the lighthouse is away, an honest member may not know of this view
+                gone = not cluster.lighthouse.up or cluster.lighthouse.epoch != self._epoch
                 raise LinkError(text) if gone else AbsentError(text, absent)
-            if not over:
-                raise AbsentError(f"{', '.join(absent) or 'somebody'} did not come within {seconds:g} s", absent)
         return _ThreadGroup(cluster, self._name, room.hub, rank, len(members), self._timeouts.transfer)
 
     def reaches(self, other: Presence) -> bool:
