@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import nn
 
 from thinwire import Replica, ThreadGroup, streaming_diloco
-from thinwire.lm.model import SIZES, Transformer
+from thinwire.app.trainer.model import SIZES, Transformer
 
 SEED = 0
 NEVER = 1_000_000  # steps between two exchanges, more than are taken: nothing is ever in the air

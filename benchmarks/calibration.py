@@ -40,15 +40,15 @@ from rich.table import Table
 from torch import nn
 
 from thinwire import Replica, Strategy, diloco, streaming_diloco
+from thinwire.app.plan.compute import codec_speed, skeleton
+from thinwire.app.plan.probe import probe_links
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.trainer import launch
+from thinwire.app.trainer.run import Run
 from thinwire.codecs import Identity
 from thinwire.comm import Group, Link, LinkedGroup
-from thinwire.lm import launch
-from thinwire.lm.run import Run
-from thinwire.plan.compute import codec_speed, skeleton
-from thinwire.plan.probe import probe_links
-from thinwire.records.run_record import RunRecord
-from thinwire.simulate.replicas import simulate
-from thinwire.simulate.scenario import Scenario, Wire
+from thinwire.lab.simulate.replicas import simulate
+from thinwire.lab.simulate.scenario import Scenario, Wire
 
 STEP, STEPS, EVERY, DELAY = 0.04, 120, 30, 5
 LAYERS, WIDTH = 12, 316  # 1.2 million parameters

@@ -32,6 +32,7 @@ import thinwire as tw
 from thinwire import kernels
 from thinwire.codecs import Codec, warm_up
 from thinwire.kernels import reference
+from thinwire.lab.codecs import Levels, OverSenders
 from thinwire.rng import Key
 
 SEED = 0
@@ -50,12 +51,12 @@ CODECS: tuple[Codec, ...] = (
     tw.codecs.Int(8),
     tw.codecs.Int(4),
     tw.codecs.Int(2),
-    tw.codecs.Levels(),
+    Levels(),
     tw.codecs.Sign(),
     tw.codecs.Sign(block=4096),
     tw.codecs.TopK(0.01),
     tw.codecs.ChunkedTopK(),
-    tw.codecs.OverSenders(tw.codecs.ChunkedTopK()),
+    OverSenders(tw.codecs.ChunkedTopK()),
     tw.codecs.RandomK(0.01),
 )
 Work = Callable[[], object]

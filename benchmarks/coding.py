@@ -19,9 +19,9 @@ from provenance import provenance, save
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.methods.gradient_codes import gradient_code
-from thinwire.methods.sequential_codes import Coded, Multiplexed, Scheme, SelectiveRepeat
-from thinwire.simulate.stragglers import (
+from thinwire.lab.methods.gradient_codes import gradient_code
+from thinwire.lab.methods.sequential_codes import Coded, Multiplexed, Scheme, SelectiveRepeat
+from thinwire.lab.simulate.stragglers import (
     FAMILIES,
     CodedRun,
     Delays,

@@ -6,7 +6,7 @@ Replicas of 0.5, 2 and 7 million parameters train on shares of Python's standard
 defaults of `codistill` except probe and warm-up, which are set for so short a run. There are three arms at equal steps; each
 replica has the same text, order and first weights in all of them:
 
-- alone: λ = 0, which equals each model by itself, bit for bit (tests/methods/test_codistill.py holds that)
+- alone: λ = 0, which equals each model by itself, bit for bit (tests/lab/methods/test_codistill.py holds that)
 - talking: codistill
 - alone, larger batch: λ = 0, and as many more sequences as codistillation costs: its probe set is run forward twice and backward
   once, so two windows cost 2.67 sequences. Compute is equal, text is not.
@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 from provenance import provenance, save
 
-from thinwire.cli import main as thinwire
-from thinwire.methods import codistill
-from thinwire.records.run_record import RunRecord
+from thinwire.app.cli import main as thinwire
+from thinwire.app.records.run_record import RunRecord
+from thinwire.lab.methods import codistill
 
 MODELS = ("tiny", "2m", "mini")
 SEQUENCE, BATCH, PROBE = 64, 4, 128

@@ -25,17 +25,18 @@ import torch
 from provenance import provenance, save
 
 import thinwire as tw
-from thinwire.codecs import E3M0, Int, Levelled, Sign
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.setup import learning_rate, make_model
+from thinwire.app.trainer.tokenizer import open_corpus
+from thinwire.codecs import E3M0, Int, Sign
 from thinwire.comm.rates import RateTrace
-from thinwire.lm.run import Run
-from thinwire.lm.setup import learning_rate, make_model
-from thinwire.lm.tokenizer import open_corpus
+from thinwire.drivers.fragment import RoundUpdate
+from thinwire.lab.codecs.deadlines import Deadlines
+from thinwire.lab.codecs.levelled import Levelled
+from thinwire.lab.codecs.pacer import DeadlinePacer
+from thinwire.lab.simulate.deadlines import Choose, Played, fixed, observed, oracle, play
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.schedule import Staggered
-from thinwire.runtime.deadlines import Deadlines
-from thinwire.runtime.fragment_state import RoundUpdate
-from thinwire.runtime.pipeline import RoundPipeline
-from thinwire.simulate.deadlines import Choose, Played, fixed, observed, oracle, play
 
 SKIPS = 2
 LEVELS = Levelled((Int(8), E3M0(32), Sign(block=512)), skips=SKIPS)
@@ -82,7 +83,7 @@ def scaled(trace: RateTrace, payloads: list[list[int]]) -> tuple[float, list[lis
 def trained(levels: Levels, seed: int) -> float:
     """Returns the held-out loss of a run whose rounds have these levels."""
 
-    def set_level(self: RoundPipeline, update: RoundUpdate, now: float, seconds: float) -> None:
+    def set_level(self: DeadlinePacer, update: RoundUpdate, now: float, seconds: float) -> None:
         update.codec = replace(LEVELS, level=levels.get((update.fragment.index, update.number), 0))
 
     run = RUN.changed(seed=seed)
@@ -105,11 +106,11 @@ def trained(levels: Levels, seed: int) -> float:
             held = corpus.held_out(32 * run.data.largest_batch, run.data.sequence, run.data.largest_batch)
             return statistics.fmean(float(model(*batch).loss) for batch in held)
 
-    kept, RoundPipeline._set_level = RoundPipeline._set_level, set_level  # type: ignore[method-assign]
+    kept, DeadlinePacer.before_send = DeadlinePacer.before_send, set_level  # type: ignore[method-assign]
     try:
         return tw.run_threads(2, replica, timeout=600.0)[0]
     finally:
-        RoundPipeline._set_level = kept  # type: ignore[method-assign]
+        DeadlinePacer.before_send = kept  # type: ignore[method-assign]
 
 
 def sizes() -> list[list[int]]:

@@ -40,24 +40,14 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
-from thinwire.decoupled.pairs import a2cid2, ad_psgd
-from thinwire.exchange import Gossip
+from thinwire.lab.gossip.exchange import Gossip
+from thinwire.lab.gradients.recipes import SGD_RATE
+from thinwire.lab.pairs.method import a2cid2, ad_psgd
+from thinwire.lab.recipes import choco, d_psgd, dfedsam, dfedsam_mgs, gasloc, moshpit, noloco, sgp
+from thinwire.lab.topology import Complete, Cut, Exponential, OnePeerExponential, RandomPairs, Ring, Torus
 from thinwire.pieces.inner_optimizers import SAM, SGD, AdamW, at_the_worst_point
-from thinwire.recipes import (
-    choco,
-    d_psgd,
-    dfedsam,
-    dfedsam_mgs,
-    gasloc,
-    moshpit,
-    noloco,
-    sgp,
-    streaming_diloco,
-    streaming_sign,
-)
-from thinwire.recipes.gradients import SGD_RATE
+from thinwire.recipes import streaming_diloco, streaming_sign
 from thinwire.strategy import Strategy
-from thinwire.topology import Complete, Cut, Exponential, OnePeerExponential, RandomPairs, Ring, Torus
 
 SIZES, EVERY = (8, 32), 10
 BATCH, CONTEXT, WARMUP = 16, 8, 20

@@ -28,10 +28,11 @@ from provenance import installed, provenance, save
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.codecs import E3M0, Cast, ChunkedTopK, Codebook, Codec, Entropy, Int, Sign
+from thinwire.app.trainer.run import Run
+from thinwire.codecs import E3M0, Cast, ChunkedTopK, Codebook, Codec, Int, Sign
 from thinwire.codecs.bits import unpack
 from thinwire.codecs.layout import Symbols
-from thinwire.lm.run import Run
+from thinwire.lab.codecs.entropy import Entropy
 from thinwire.rng import Key
 
 EVERY, TURNS = 15, 7

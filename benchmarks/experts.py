@@ -25,8 +25,8 @@ from pathlib import Path
 
 from provenance import HERE, provenance, save
 
-from thinwire.cli import main as thinwire
-from thinwire.lm.model import SIZES
+from thinwire.app.cli import main as thinwire
+from thinwire.app.trainer.model import SIZES
 
 DOMAINS = ("easy", "medium", "hard")
 PACKAGES = {"easy": "encodings", "medium": "asyncio", "hard": "pydoc_data"}  # tables, code, prose

@@ -21,10 +21,9 @@ from pathlib import Path
 from provenance import provenance, save
 from quality import compared, shown
 
-from thinwire.lm.run import LR, Run
-from thinwire.methods import METHODS
-from thinwire.recipes import RECIPES
-from thinwire.recipes.gradients import SGD_RATE
+from thinwire.app.trainer.run import LR, Run
+from thinwire.catalogue.methods import NAMED, RECIPES
+from thinwire.lab.gradients.recipes import SGD_RATE
 
 SETTINGS = {"model": "nano", "batch": 16, "sequence": 128, "checkpoint_every": 0}
 FEDERATED = ("fedavg", "scaffold", "scallion", "scafcom")
@@ -51,7 +50,7 @@ def main() -> None:
         if not asked.only:
             rows += compared(FEDERATED, out / "federated", seeds, settings | {"lr": LR * SGD_RATE})
         for row in rows:
-            row["composition"] = repr((RECIPES | METHODS)[row["strategy"]]())
+            row["composition"] = repr(NAMED[row["strategy"]]())
             print(shown(row, rows[0]))
         given = dict.fromkeys(FEDERATED, LR * SGD_RATE)
         rates = {

@@ -27,13 +27,13 @@ from provenance import provenance, save
 from safetensors.torch import load_file, save_file
 
 import thinwire as tw
-from thinwire.lm.data import Corpus
-from thinwire.lm.follow import Followed, WeightsFollower
-from thinwire.lm.publish import Publisher
-from thinwire.lm.run import Run
-from thinwire.lm.setup import learning_rate, make_model, make_optimizer
-from thinwire.lm.tokenizer import open_corpus
-from thinwire.records.published import Publication, PublishedFolder
+from thinwire.app.records.published import Publication, PublishedFolder
+from thinwire.app.trainer.data import Corpus
+from thinwire.app.trainer.follow import Followed, WeightsFollower
+from thinwire.app.trainer.publish import Publisher
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.setup import learning_rate, make_model, make_optimizer
+from thinwire.app.trainer.tokenizer import open_corpus
 
 LAGS = (1, 10, 100)
 WINDOWS, WINDOW = 16, 30

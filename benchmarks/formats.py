@@ -22,6 +22,9 @@ from provenance import provenance, save
 from torch import Tensor
 
 import thinwire as tw
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.setup import learning_rate, make_model
+from thinwire.app.trainer.tokenizer import open_corpus
 from thinwire.codecs import (
     DCT,
     E2M1,
@@ -35,15 +38,12 @@ from thinwire.codecs import (
     Hadamard,
     Identity,
     Int,
-    LowRank,
     Shapes,
     Sign,
     Squares,
     TopK,
 )
-from thinwire.lm.run import Run
-from thinwire.lm.setup import learning_rate, make_model
-from thinwire.lm.tokenizer import open_corpus
+from thinwire.lab.codecs.lowrank import LowRank
 from thinwire.rng import Key
 
 NUMEL = 1 << 20

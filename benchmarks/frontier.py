@@ -3,7 +3,7 @@
     python benchmarks/frontier.py [--seeds 3] [--steps 2000] [--out FOLDER] [--into FILE]
 
 The setting is that of quality.py: two replicas as processes, equal tokens, default rates; with the same --out its runs are not trained
-again. A composition is in the list because it was the best of its bits among those that docs/log.md names (one seed); the others are not
+again. A composition is in the list because it was the best of its bits among those that docs/experiments.md names (one seed); the others are not
 here. The goal: a loss within 2 % of the control's at 2,000 times fewer bits. An interrupted run continues with the same --out.
 `make tables` writes the table and the picture of docs/measured.md.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from provenance import provenance, save
 from quality import SETTINGS, compared, shown
 
-from thinwire.lm.run import Run
+from thinwire.app.trainer.run import Run
 
 COMPOSITIONS = {
     "data_parallel": "data_parallel",

@@ -33,7 +33,7 @@ from rich.table import Table
 from torch import nn
 
 from thinwire import Replica, checkpoint, streaming_diloco
-from thinwire.elastic import round_loop
+from thinwire.drivers.elastic import round_loop
 from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
 from thinwire.pieces.partition import Sequential
 

@@ -30,13 +30,13 @@ from provenance import provenance, save
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.app.plan.memory import Memory, replica_memory
+from thinwire.app.trainer import launch
+from thinwire.app.trainer.model import SIZES, Transformer
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.setup import make_model
+from thinwire.app.trainer.tokenizer import open_corpus
 from thinwire.codecs import Identity, warm_up
-from thinwire.lm import launch
-from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.run import Run
-from thinwire.lm.setup import make_model
-from thinwire.lm.tokenizer import open_corpus
-from thinwire.plan.memory import Memory, replica_memory
 
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 SMALL = {"steps": 12, "eval_every": 6, "eval_batches": 1, "checkpoint_every": 6, "every": 5}

@@ -26,9 +26,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import Replica, Strategy, TorchGroup
+from thinwire.app.trainer.model import SIZES, Transformer
 from thinwire.catalogue.parsing import parse
 from thinwire.comm import CountedGroup, Group, Ledger, start_torch
-from thinwire.lm.model import SIZES, Transformer
 
 TIMEOUT = 300.0  # seconds; no process dies here
 Facts = Callable[[], dict[str, float]]  # counters of a method; they only grow

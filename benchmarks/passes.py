@@ -34,11 +34,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import thinwire as tw
+from thinwire.drivers.deltas import DeltaDriver
+from thinwire.drivers.rounds import RoundPipeline
 from thinwire.exchange.send_queue import SendQueue
 from thinwire.kernels import cpu_block
 from thinwire.pieces.partition import Whole
-from thinwire.runtime.delta_driver import DeltaDriver
-from thinwire.runtime.pipeline import RoundPipeline
 
 NUMEL, EVERY, FIRST, ROUNDS = 1 << 22, 4, 3, 4
 STAGES = ("departure, main thread", "encode, beside training", "decode, beside training", "landing, main thread")

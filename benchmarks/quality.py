@@ -21,7 +21,7 @@ from typing import Any
 
 from provenance import provenance, save
 
-from thinwire.lm.run import Run
+from thinwire.app.trainer.run import Run
 
 METHODS = ("data_parallel", "streaming_sign")
 SETTINGS = {"model": "nano", "checkpoint_every": 0}

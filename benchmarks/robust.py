@@ -23,13 +23,13 @@ import torch
 from provenance import HERE, provenance, save
 
 import thinwire as tw
+from thinwire.app.jobs.base import Share
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.setup import learning_rate
+from thinwire.app.trainer.text_job import TextJob
 from thinwire.codecs import Identity
-from thinwire.jobs.base import Share
-from thinwire.lm.run import Run
-from thinwire.lm.setup import learning_rate
-from thinwire.lm.text_job import TextJob
+from thinwire.exchange.products import inner_products
 from thinwire.pieces.aggregate import Aggregate, Values
-from thinwire.pieces.products import inner_products
 from thinwire.rng import Key
 
 REPLICAS, LIARS, EVERY = 8, 2, 10

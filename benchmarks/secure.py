@@ -47,10 +47,10 @@ from secure_replica import Place
 from tls_sockets import make_keys
 
 from thinwire import Strategy, streaming_diloco, streaming_sign
+from thinwire.app.trainer.model import SIZES, Transformer
 from thinwire.codecs import Sign
 from thinwire.comm import Link
-from thinwire.comm.secure.frames import CHUNK_NBYTES
-from thinwire.lm.model import SIZES, Transformer
+from thinwire.net.frames import CHUNK_NBYTES
 from thinwire.pieces.schedule import short_first
 
 EVERY, DELAY, FRAGMENTS = 30, 5, 3

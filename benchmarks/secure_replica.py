@@ -24,7 +24,7 @@ from rounds import instant
 from tls_sockets import TlsGroup
 
 from thinwire.comm import Group, TorchGroup, start_torch
-from thinwire.comm.secure import join
+from thinwire.net import join
 
 TAG = 1 << 29  # of messages here; training uses lower ones
 PING_NBYTES = 64

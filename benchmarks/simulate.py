@@ -29,11 +29,11 @@ from rich.table import Table
 
 from thinwire import streaming_diloco
 from thinwire.comm import Link
+from thinwire.lab.simulate.layers import Stack
+from thinwire.lab.simulate.replicas import simulate
+from thinwire.lab.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
+from thinwire.lab.simulate.utilization import STUDIED, Study
 from thinwire.rng import derive
-from thinwire.simulate.layers import Stack
-from thinwire.simulate.replicas import simulate
-from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
-from thinwire.simulate.utilization import STUDIED, Study
 
 SEED = 0
 STRATEGY = streaming_diloco(every=30, delay=5)

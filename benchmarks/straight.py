@@ -48,9 +48,9 @@ def member(token: str, rank: int, size: int, address: str, folder: str) -> None:
     import torch
     from rounds import instant
 
-    from thinwire.comm.secure import join
-    from thinwire.comm.secure.star_or_mesh import Measured
-    from thinwire.comm.secure.straight import Straight
+    from thinwire.net import join
+    from thinwire.net.star_or_mesh import Measured
+    from thinwire.net.straight import Straight
 
     def say(told: Any) -> None:
         print(json.dumps(told), flush=True)

@@ -20,8 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from thinwire.comm.group import Messages, Sized, travelling
-from thinwire.comm.secure.keys import HUB, Authority
 from thinwire.errors import LinkError
+from thinwire.net.keys import HUB, Authority
 
 _HEAD = struct.Struct("<QQ")  # tag, bytes
 CERTIFICATE, KEY, AUTHORITY = "certificate.pem", "key.pem", "authority.pem"

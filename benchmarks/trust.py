@@ -26,8 +26,10 @@ from provenance import HERE, provenance, save
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.catalogue.attacks import attack_of
-from thinwire.exchange.attacked import lies, with_liars
+from thinwire.catalogue.methods import RECIPES
+from thinwire.lab.robust.attack_table import attack_of
+from thinwire.lab.robust.attacked import lies, with_liars
+from thinwire.lab.topology import RandomRegular
 from thinwire.rng import derive
 
 REPLICAS, LIARS, STEPS, CLASSES, NUMBERS, BATCH = 12, 3, 150, 10, 32, 16
@@ -58,7 +60,7 @@ def mixes(seed: int) -> Tensor:
 
 
 def strategy_of(method: str, attack: str, seed: int) -> tw.Strategy:
-    topology, recipes = tw.topology.RandomRegular(4), dict[str, Callable[..., tw.Strategy]](tw.recipes.RECIPES)
+    topology, recipes = RandomRegular(4), dict[str, Callable[..., tw.Strategy]](RECIPES)
     kind, _, setting = METHODS[method].partition(", ")
     settings = {"reach": 1} if setting else {}
     made = replace(recipes[kind](every=5, topology=topology, **settings), seed=seed)

@@ -45,12 +45,12 @@ import torch
 from provenance import HERE, installed, provenance, save
 
 import thinwire as tw
+from thinwire.app.jobs.base import Share
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.setup import learning_rate
+from thinwire.app.trainer.text_job import TextJob
 from thinwire.comm import CountedGroup, Ledger
-from thinwire.decoupled.timeline import Timeline
-from thinwire.jobs.base import Share
-from thinwire.lm.run import Run
-from thinwire.lm.setup import learning_rate
-from thinwire.lm.text_job import TextJob
+from thinwire.drivers.unequal.timeline import Timeline
 
 EVERY, OFTEN, LR, MOMENTUM, LINK = 15, 7, 0.7, 0.5, 10
 SETTINGS = {"model": "nano", "batch": 4, "sequence": 64, "lr": 1e-2}

@@ -21,7 +21,7 @@ from typing import Any
 from provenance import HERE, provenance, save
 from unequal import AVERAGED, OFTEN, SETTINGS, SEVERAL, curve, decoupled
 
-from thinwire.decoupled.timeline import Timeline
+from thinwire.drivers.unequal.timeline import Timeline
 
 BATCH = 4  # of a fast machine in unequal.py
 CELLS = (  # speeds, B, inner steps of unequal.py in the mean, steps of a fast machine

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
-from thinwire.jobs.base import Share
-from thinwire.lm.run import Run
-from thinwire.lm.setup import learning_rate
-from thinwire.lm.text_job import TextJob
+from thinwire.app.jobs.base import Share
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.setup import learning_rate
+from thinwire.app.trainer.text_job import TextJob
 
 PATIENCE = timedelta(seconds=300.0)  # no process dies here
 HOST = "127.0.0.1"

@@ -40,8 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import Strategy, data_parallel, diloco, streaming_diloco, streaming_sign
+from thinwire.app.trainer.model import SIZES, Transformer
 from thinwire.catalogue.parsing import parse
-from thinwire.lm.model import SIZES, Transformer
 from thinwire.pieces.partition import BySize, Partition, Strided
 from thinwire.pieces.schedule import short_first
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from provenance import HERE, provenance, save
 
-from thinwire.cli import main as thinwire
+from thinwire.app.cli import main as thinwire
 
 JOBS = HERE.parent / "examples" / "workloads"
 STEPS = {"digits": 240, "speech": 120, "onsets": 240, "experts": 300, "graph": 120, "behaviour": 200, "agents": 60}

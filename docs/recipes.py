@@ -2,9 +2,9 @@
 
 `make tables` fills these blocks, each up to its `<!-- end -->`:
 
-    <!-- wire NAME ... -->       bytes in a period, bits a parameter and step, bytes kept, by the strategy's own prediction
-    <!-- measured NAME ... -->   its row in benchmarks/results/family.json or defaults.json, or that there is none yet
-    <!-- recipes -->             every recipe and method, with what its docstring says first
+    <!-- numbers NAME ... -->   bytes in a period, bits a parameter and step, bytes kept, by the strategy's own prediction; and
+                                the row in benchmarks/results/family.json or defaults.json, if there is one
+    <!-- recipes -->            every recipe and method, with what its docstring says first
 """
 
 from __future__ import annotations
@@ -22,32 +22,30 @@ from typing import Any
 import torch
 
 from thinwire import Strategy
-from thinwire.decoupled.method import DECOUPLED, Decoupled
-from thinwire.decoupled.pairs import AcceleratedPairs, Pairs
-from thinwire.decoupled.sampled import Plexus
-from thinwire.decoupled.sites import Halos
-from thinwire.lm.model import SIZES, Transformer
-from thinwire.methods import CODISTILL, METHODS, Averaged, Codistill, ControlVariates, Flasc, Method
+from thinwire.app.plan.memory import kept_nbytes
+from thinwire.app.trainer.model import SIZES, Transformer
+from thinwire.catalogue.methods import NAMED, RECIPES
+from thinwire.drivers.unequal.method import Decoupled
+from thinwire.lab.methods import Averaged, Codistill, ControlVariates, Flasc
+from thinwire.lab.pairs.method import AcceleratedPairs, Pairs
+from thinwire.lab.samples.method import Plexus
+from thinwire.lab.sites.method import Halos
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Adaptive
-from thinwire.plan.memory import kept_nbytes
-from thinwire.recipes import RECIPES
 from thinwire.strategy import Gradients
 
 ROOT = Path(__file__).parents[1]
 FAMILY, DEFAULTS = "benchmarks/results/family.json", "benchmarks/results/defaults.json"
 MODEL, REPLICAS = "tiny", 2  # those of `thinwire train` when nothing is said
-NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS | DECOUPLED | CODISTILL
-BLOCK = re.compile(r"(<!-- (wire|measured|recipes)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (numbers|recipes)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTROL = "data_parallel"
 
 
 def filled(text: str, root: Path, up: str) -> str:
     """`text` with all of these blocks as they are due. `up` leads from its page to the root."""
     make: dict[str, Callable[[list[str]], str]] = {
-        "wire": wire,
-        "measured": lambda names: measured(names, root, up),
+        "numbers": lambda names: numbers(names, root, up),
         "recipes": lambda _: recipes(),
     }
     return BLOCK.sub(lambda b: f"{b[1]}{make[b[2]](b[3].split())}\n{b[4]}", text)
@@ -63,7 +61,7 @@ def title(page: Path) -> list[str]:
     return page.read_text().split("\n", 1)[0].removeprefix("# ").split(", ")
 
 
-# ---- on the wire
+# ---- on the wire, and measured
 
 
 @cache
@@ -101,52 +99,38 @@ def bits(name: str, nbytes: int, every: int) -> str:
     return ("≤ " if less else "") + f"{share:.3g}"
 
 
-def wire(names: list[str]) -> str:
-    rows = [
-        ["", "bytes sent", "bits per parameter and step", "bytes kept per parameter"],
-        ["---", "---:", "---:", "---:"],
-    ]
+def numbers(names: list[str], root: Path, up: str) -> str:
+    """What each name sends and keeps, as predicted, and its row of benchmarks/family.py beside the control of the same run."""
+    results = [json.loads(path.read_text()) for name in (FAMILY, DEFAULTS) if (path := root / name).exists()]
+    rows_of = [{row["strategy"]: row for row in result["rows"]} for result in results]
+    result, found = next((pair for pair in zip(results, rows_of) if pair[1].keys() & set(names)), (None, {}))
+    rows = [["", "bytes sent", "bits per parameter and step", "bytes kept per parameter"], ["---", *["---:"] * 3]]
+    if result is not None:
+        rows[0] += ["loss", f"against {CONTROL}", "seeds"]
+        rows[1] += ["---:"] * 3
+    changed = False
     for name in names:
+        losses = ["not measured yet", "", ""]
+        if name in found:
+            row, old = found[name], repr(NAMED[name]()) != found[name].get("composition", repr(NAMED[name]()))
+            changed |= old
+            spread = "" if row["eval_loss_spread"] is None else f" ± {row['eval_loss_spread']:.4f}"
+            loss = f"{row['eval_loss']:.4f}{spread}" + (" †" if old else "")
+            losses = [loss, _against(row, found.get(CONTROL)), str(row["seeds"])]
         for when, nbytes, every in sent(name):
             steps = "a step" if every == 1 else f"{every} steps"
             row = [f"`{name}`" + (f", {when}" if when else ""), f"{nbytes:,} in {steps}", bits(name, nbytes, every)]
-            rows.append([*row, "" if when else f"{kept(name):.3g}"])
-    model = f"model `{MODEL}` ({sum(fragment.numel for fragment in fragments(names[0])):,} parameters)"
-    remark = f"*Predicted: each of two replicas, every setting at its default, {model}; headers included. Kept: beside weights and inner optimizer.*"
-    return _table(rows) + f"\n\n{remark}"
-
-
-# ---- measured
-
-
-def measured(names: list[str], root: Path, up: str) -> str:
-    """Rows of benchmarks/family.py, beside the control of the same run; a sentence where there is none."""
-    results = [json.loads(path.read_text()) for name in (FAMILY, DEFAULTS) if (path := root / name).exists()]
-    if not results:
-        return f"*Not measured yet: there is no `{FAMILY}`.*"
-    rows_of = [{row["strategy"]: row for row in result["rows"]} for result in results]
-    result, found = next((one for one in zip(results, rows_of) if one[1].keys() & set(names)), (None, {}))
+            ends = ["", "", "", ""] if when else [f"{kept(name):.3g}", *losses]
+            rows.append([*row, *ends[: len(rows[0]) - 3]])
+    model = f"`{MODEL}` ({sum(fragment.numel for fragment in fragments(names[0])):,} parameters)"
+    remark = f"Predicted: bytes of each of two replicas, model {model}, defaults, with headers; kept beside weights and inner optimizer."
     if result is None:
-        return f"*Not measured yet: `{FAMILY}` has no row of it.*"
-    rows = [["", "evaluation loss", f"against {CONTROL}", "bits per parameter and step", "seeds"]]
-    rows.append(["---", "---:", "---:", "---:", "---:"])
-    changed = False
-    for name in names:
-        if name not in found:
-            rows.append([f"`{name}`", "not measured yet", "–", "–", "–"])
-            continue
-        row, old = found[name], repr(NAMED[name]()) != found[name].get("composition", repr(NAMED[name]()))
-        changed |= old
-        spread = "" if row["eval_loss_spread"] is None else f" ± {row['eval_loss_spread']:.4f}"
-        rows.append(
-            [f"`{name}`" + (" †" if old else ""), f"{row['eval_loss']:.4f}{spread}", _against(row, found.get(CONTROL)),
-             f"{row['bits_per_parameter_per_step']:.3g}", str(row["seeds"])]
-        )  # fmt: skip
-    said = _said(result | {"rows": [found[name] for name in names if name in found]})
-    lines = [_table(rows), "", f"*{said} All methods side by side: [family.md]({up}docs/family.md).*"]
+        remark += " Loss: not measured yet."
+    else:
+        remark += f" {_said(result | {'rows': [found[name] for name in names if name in found]})} [All methods]({up}docs/family.md)."
     if changed:
-        lines += ["", "† Before its defaults became what they are today."]
-    return "\n".join(lines)
+        remark += " †: before its defaults became what they are today."
+    return f"{_table(rows)}\n\n*{remark}*"
 
 
 def _against(row: Mapping[str, Any], control: Mapping[str, Any] | None) -> str:

@@ -38,8 +38,8 @@ BESIDE = {  # names that users meet, beside the top level, pieces and recipes
     "thinwire.pieces.schedule": ("Schedule", "short_first"),
     "thinwire.pieces.transforms": ("Filter",),
     "thinwire.checkpoint": ("save", "read", "load", "newest_common"),
-    "thinwire.records.events": ("EventLog",),
-    "thinwire.diagnosis": ("Rules",),
+    "thinwire.app.records.events": ("EventLog",),
+    "thinwire.app.diagnosis": ("Rules",),
     "thinwire.membership.rendezvous": ("Membership", "View", "Member"),
     "thinwire.membership.lighthouse": ("LighthouseRendezvous",),
     "thinwire.membership.timeouts": ("Timeouts",),
@@ -115,7 +115,7 @@ def reference() -> dict[str, str]:
     modules = ("thinwire.public", "thinwire.catalogue", "thinwire.recipes")
     for module, exported in [*(one for name in modules for one in _exports(name)), *BESIDE.items()]:
         names.setdefault(module.split(".")[1], []).extend(f"{module}.{name}" for name in exported)
-    names["methods"] = [f"thinwire.methods.{name}" for name in _all("thinwire.methods") if name != "METHODS"]
+    names["methods"] = [f"thinwire.lab.methods.{name}" for name in _all("thinwire.lab.methods") if name != "METHODS"]
     return {
         f"api/{package}.md": "\n\n".join(
             [f"# thinwire.{package}", *(f"::: {name}" for name in sorted(set(of_package)))]

@@ -9,7 +9,6 @@ tests/repo/test_pages.py holds that pages say what the files say.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import statistics
@@ -21,20 +20,15 @@ from typing import Any
 
 import recipes
 
-from thinwire.catalogue.parsing import PIECES, parse
+from thinwire.app.report.charts import ChartState, colour
+from thinwire.app.report.svg import drawing
+from thinwire.catalogue.parsing import parse
 from thinwire.comm import parse_link
-from thinwire.report.charts import ChartState, colour
-from thinwire.report.svg import drawing
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
-    *("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md", "docs/measured.md"),
-    *("docs/strategies.md", "docs/pieces.md", "docs/robust.md", "docs/follow.md", "docs/zoo.md", "docs/experts.md"),
-    "docs/gossip.md",
-    "docs/elastic.md",
-    "docs/secure.md",
-    "docs/gpus.md",
-    *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
+PAGES = tuple(
+    page.relative_to(ROOT).as_posix()
+    for page in sorted([ROOT / "README.md", ROOT / "benchmarks/README.md", *ROOT.glob("docs/**/*.md")])
 )
 HEADLINE = (
     "Thinwire streaming_diloco",
@@ -51,14 +45,12 @@ FIRST = (
     "one_bit_adam",
 )  # of the family, in the README
 BLOCK = re.compile(r"(<!-- table: (\S+)( all)? -->\n).*?(<!-- end -->)", re.DOTALL)
-CATALOGUE = re.compile(r"(<!-- catalogue -->\n).*?(<!-- end -->)", re.DOTALL)
 Result = Mapping[str, Any]
 
 
 def filled(text: str, root: Path = ROOT, page: str = "README.md") -> str:
     """`text` of `page` with every table as its file has it."""
     up = "../" * page.count("/")
-    text = CATALOGUE.sub(lambda b: f"{b[1]}{catalogue()}\n{b[2]}", text)
     text = BLOCK.sub(lambda b: f"{b[1]}{table(root / b[2], b[2], bool(b[3]), up)}\n{b[4]}", text)
     return recipes.filled(text, root, up)
 
@@ -104,17 +96,6 @@ def _lines(heads: list[str], rows: list[list[str]]) -> list[str]:
     )
     align = ["---" if head in left else "---:" for head in heads]
     return [f"| {' | '.join(cells)} |" for cells in (heads, align, *rows)]
-
-
-def catalogue() -> str:
-    """Every piece of thinwire.catalogue, with its arguments and the first sentence of its docstring."""
-    rows = ["| piece | what it is |", "| --- | --- |"]
-    for name, piece in PIECES.items():
-        arguments = ", ".join(inspect.signature(piece).parameters) if piece is not PIECES["Strategy"] else "..."
-        text = " ".join((inspect.getdoc(piece) or "").split("\n\n")[0].split())
-        said = re.split(r"(?<=[^.\d]\.) (?=[A-Z`*])", text, maxsplit=1)[0].rstrip(".:").replace("|", "\\|")
-        rows.append(f"| `{name}({arguments})` | {said} |")
-    return "\n".join(rows)
 
 
 def provenance(result: Result, name: str, up: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 import thinwire as tw
-from thinwire.lm.model import SIZES, Transformer
+from thinwire.app.trainer.model import SIZES, Transformer
 
 
 def main() -> None:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
+from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer.run import Run
+from thinwire.app.trainer.settings import ModelSpec
+from thinwire.app.trainer.setup import make_model
 from thinwire.comm import CountedGroup, Ledger
-from thinwire.lm import launch, run_folder
-from thinwire.lm.run import Run
-from thinwire.lm.settings import ModelSpec
-from thinwire.lm.setup import make_model
-from thinwire.methods import ZerothOrder, just_one_byte
+from thinwire.lab.methods import ZerothOrder, just_one_byte
 
 
 def sums(seed: str, batch: int = 8, length: int = 32) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.methods import Extragradient, Masha1, Masha2, Saddle, nbytes_sent, saddle
+from thinwire.lab.methods import Extragradient, Masha1, Masha2, Saddle, nbytes_sent, saddle
 
 RHO = 0.1
 

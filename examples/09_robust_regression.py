@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 
 from thinwire.comm import CountedGroup, Ledger, TorchGroup, start_torch
-from thinwire.methods import Masha1, Saddle, saddle
+from thinwire.lab.methods import Masha1, Saddle, saddle
 
 N, PAIRS, RHO, BETA = 20, 200, 0.01, 8.0
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
-from thinwire.comm.secure import Hub, join
+from thinwire.net import Hub, join
 
 
 def train(token: str, name: str, size: int, steps: int, keys: str) -> None:

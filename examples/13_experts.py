@@ -13,7 +13,7 @@ import shlex
 import tempfile
 from pathlib import Path
 
-from thinwire.cli import main as thinwire
+from thinwire.app.cli import main as thinwire
 
 LETTERS = {"easy": ("abcd ", 2), "medium": ("efghijklm ", 3), "hard": ("abcdefghijklmnopqrstuvwxyz ", 6)}
 SHARES = {"easy": 0.75, "medium": 1.0, "hard": 1.25}  # of the steps; the paper has 300, 400 and 500

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
 
 import thinwire as tw
+from thinwire.app.trainer.model import Architecture, Transformer
 from thinwire.comm import start_torch
-from thinwire.lm.model import Architecture, Transformer
-from thinwire.plan.split import split
+from thinwire.lab.plan.split import split
 
 REPLICAS = 2
 

@@ -1,7 +1,8 @@
 """Settings for all tests. torch runs one thread, so that results do not depend on the number of cores. Without a GPU,
 Triton's interpreter is chosen here, because Triton reads the choice when it is imported.
 
-tests/ mirrors src/thinwire. tests/laws holds what is true of every piece and method, tests/repo compares pages with code,
+tests/ mirrors src/thinwire: what is not in app, lab, net or integrations tests the core. tests/laws holds what is true of every piece
+and method, tests/repo compares pages with code,
 and tests/support has helpers of several tests and the programs that tests start.
 """
 
@@ -28,7 +29,7 @@ sys.path[:0] = [
     str(TESTS.parent / "docs"),
     str(TESTS.parent / "benchmarks"),
 ]
-pytest_plugins = ("leaks", "run_folders", "inline", "late", "compiled_once")  # in tests/support
+pytest_plugins = ("leaks", "run_folders", "inline", "late", "compiled_once", "small_messages")  # in tests/support
 
 # No Hypothesis example has a deadline, so a busy machine fails no test; no example is stored on disk.
 settings.register_profile("tests", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])

@@ -308,7 +308,7 @@ def of_two(strategy, folder):
     return tw.run_threads(2, replica)
 
 
-@pytest.mark.parametrize("strategy", [tw.diloco(every=2), tw.recipes.dgc()], ids=["own training", "feedback"])
+@pytest.mark.parametrize("strategy", [tw.diloco(every=2), tw.lab.recipes.dgc()], ids=["own training", "feedback"])
 @pytest.mark.parametrize("ranks", [[0], [1, 0], [0, 1, 0]], ids=["fewer", "swapped", "more"])
 def test_a_checkpoint_of_another_replica_or_number_is_refused(strategy, ranks, tmp_path):
     def replica(group):

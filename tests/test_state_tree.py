@@ -167,6 +167,6 @@ def test_a_tree_from_a_stranger_is_refused_or_read_as_data(bad):
     try:
         value = unpack(Packed(bad, tensors), "notes")
     except tw.CheckpointError as error:
-        assert "notes in the checkpoint cannot be read" in str(error)
+        assert str(error).startswith("notes in the checkpoint")
     else:
         assert isinstance(value, list)

@@ -20,17 +20,17 @@ SLOW = pytest.mark.slow
 
 
 OURS = [
-    *(tw.codecs.E3M0(8), tw.pieces.outer.Nesterov(), tw.diloco(every=4), tw.pieces.robust.Median()),
+    *(tw.codecs.E3M0(8), tw.pieces.outer.Nesterov(), tw.diloco(every=4), tw.lab.robust.coordinates.Median()),
     *(
         pytest.param(piece, marks=SLOW)
         for piece in (
             tw.exchange.TwoShot(),
-            tw.codecs.LowRank(1),
-            tw.codecs.Each(tw.codecs.RandomK(0.5, tw.codecs.Identity())),
-            tw.pieces.by_products.Krum(1),
-            tw.pieces.pre_aggregation.StaticClipping(tw.pieces.robust.Median()),
+            tw.lab.codecs.LowRank(1),
+            tw.lab.codecs.Each(tw.codecs.RandomK(0.5, tw.codecs.Identity())),
+            tw.lab.robust.by_products.Krum(1),
+            tw.lab.robust.pre_aggregation.StaticClipping(tw.lab.robust.coordinates.Median()),
             *(tw.pieces.partition.Sequential(2), tw.pieces.schedule.Every(4, 2), tw.pieces.merge.Eager()),
-            *(tw.pieces.policy.DenseUntil(2), tw.pieces.transforms.Signs(), tw.pieces.inner_optimizers.SGD(0.9)),
+            *(tw.pieces.policies.DenseUntil(2), tw.pieces.transforms.Signs(), tw.pieces.inner_optimizers.SGD(0.9)),
         )
     ),
 ]
@@ -273,7 +273,7 @@ def test_each_law_rejects_the_piece_that_breaks_it(piece, law):
 
 def test_a_piece_that_cannot_be_checked_alone_is_refused():
     with pytest.raises(tw.ConfigurationError, match="put another piece into a Strategy"):
-        check(tw.topology.Ring())
+        check(tw.lab.topology.Ring())
 
 
 def test_the_page_lists_every_declaration_of_a_protocol():
@@ -288,7 +288,7 @@ def test_the_page_lists_every_declaration_of_a_protocol():
         tw.pieces.outer.Outer,
         tw.pieces.merge.Merge,
         tw.pieces.policy.Policy,
-        tw.pieces.transforms.Filter,
+        tw.pieces.filters.Filter,
     ):
         own = {name for name in vars(protocol) if not name.startswith("_")} - protocol.__abstractmethods__
         # methods that do work, not declarations

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from thinwire.jobs.ema import EMA
+from thinwire.app.jobs.ema import EMA
 
 LENGTH, CLASSES, LEVELS, BATCH, GUIDANCE, DROPPED = 64, 4, 50, 32, 2.0, 0.15
 ALPHA = torch.cos(torch.linspace(0.02, 0.98, LEVELS) * math.pi / 2) ** 2  # of the signal's energy, level by level

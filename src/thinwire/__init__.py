@@ -13,10 +13,8 @@ from thinwire.version import __version__ as __version__
 if _typing.TYPE_CHECKING:
     import thinwire.catalogue
     import thinwire.codecs
-    import thinwire.diagnosis
     import thinwire.exchange
     import thinwire.membership
-    import thinwire.methods
     import thinwire.pieces
     import thinwire.recipes
     import thinwire.testing  # noqa: F401
@@ -28,20 +26,25 @@ else:
         """A module, or a public name, at its first use: `thinwire lighthouse` and `thinwire --help` need no torch."""
         if not name.startswith("_") and _find_spec(f"thinwire.{name}"):
             return _import_module(f"thinwire.{name}")
-        if not name.startswith("_") or name == "__all__":
-            public = _import_module("thinwire.public")
-            globals().update({each: getattr(public, each) for each in public.__all__}, __all__=public.__all__)
-        if name in globals():
+        public = _import_module("thinwire.public")
+        if name == "__all__":
+            return public.__all__
+        if name in public.__all__:
+            globals()[name] = getattr(public, name)
             return globals()[name]
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}{_hint(name)}", name=name)
 
     def _hint(name: str) -> str:
         """The module of ours that has `name`, in words."""
-        for module in (
-            () if name.startswith("_") else ("comm", "recipes", "codecs", "exchange", "membership", "methods")
-        ):
+        if name.startswith("_"):
+            return ""
+        for module in ("comm", "recipes", "codecs", "exchange", "membership"):
             if hasattr(_import_module(f"thinwire.{module}"), name):
                 return f"; it is thinwire.{module}.{name}"
+        registered = _import_module("thinwire.registered")
+        for group in (registered.METHODS, registered.PIECES):
+            if name in (found := registered.registered(group)):
+                return f"; it is {found[name].__module__}.{name}"
         return ""
 
     def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
     FOLDER/replica-0/step-00000100/     one rank's; shards of a replica are replica-0.shard-1 and so on
         model.safetensors               the model's state dict, as this rank holds it
-        inner.safetensors               the inner optimizer's state dict, torch's random states, tensors of the notes
+        inner.safetensors               the inner optimizer's state dict and attributes, random states, tensors of the notes
         outer.safetensors               anchors, outer state, feedback, deltas in the air
         manifest.json                   step, facts, notes, size and SHA-256 of every file, and its own SHA-256
 
@@ -25,6 +25,7 @@ import errno
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -39,12 +41,12 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import Group, gather
 from thinwire.errors import CheckpointError, PacketError
-from thinwire.pieces import training_state
-from thinwire.records.files import contents, flush, open_regular, parsed, save_file
-from thinwire.state_tree import Packed, pack, unpack
+from thinwire.files import contents, flush, open_regular, parsed, save_file
+from thinwire.pieces import optimizer_attributes, training_state
+from thinwire.state_tree import Packed, Unlike, pack, pack_together, unpack
 from thinwire.version import __version__
 
-FORMAT = 4
+FORMAT = 5
 _FILES = ("model.safetensors", "inner.safetensors", "outer.safetensors")
 _MANIFEST = {"step": int, "strategy": str, "facts": dict, "frozen": bool, "notes": dict, "files": dict}
 _TREE = "thinwire.tree"  # in the metadata of a file of tensors
@@ -129,14 +131,15 @@ def check(replica: Trained, *, frozen: bool = True) -> None:
 def _packed(replica: Trained, frozen: bool) -> tuple[Packed, Packed]:
     optimizer = replica.optimizer
     held = training_state.optimizer_state(optimizer)
+    attributes = optimizer_attributes.held_by(optimizer, replica.model)
+    packages = optimizer_attributes.packages_of(optimizer)
     # named first, so that a message says optimizer.state[3]["hook"]
-    own = [*replica.model.buffers(), *training_state.parameters_of(optimizer)]
-    packages = training_state.packages_of(optimizer)
-    state = pack(held["state"], "optimizer", own, "optimizer.", packages)
-    random = pack(_random_states(replica.model), "random", prefix="random.")
-    tree = {"classes": held["classes"], "state": state.json, "random": random.json}
+    known = optimizer_attributes.known_to(optimizer, replica.model)
+    state = pack_together([held["state"], attributes], "optimizer", known, "optimizer.", packages)
+    drawn = pack_random(torch.get_rng_state(), replica.model, np.random.get_state(legacy=False), random.getstate())
+    tree = {"classes": held["classes"], "optimizer": state.json, "random": drawn.json}
     model = pack(training_state.model_state(replica.model, frozen), "model")
-    return model, Packed(tree, state.tensors | random.tensors)
+    return model, Packed(tree, state.tensors | drawn.tensors)
 
 
 def write(
@@ -368,6 +371,8 @@ def _whole(paths: Iterable[Path], skipped: list[dict[str, str]]) -> Iterator[Che
         try:
             yield read(path)
         except CheckpointError as error:
+            if isinstance(error.__cause__, Unlike):  # an older one would not fit the script either
+                raise
             skipped.append({"path": str(path), "reason": str(error)})
 
 
@@ -399,20 +404,19 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
         )
     path, model, optimizer = checkpoint.path, replica.model, replica.optimizer
     packed, inner, outer = (read_tree(path / name) for name in _FILES)
-    parameters = [*model.parameters()]
-    places: dict[str, Any] = {"devices": {p.device for p in parameters}, "meshes": training_state.meshes_of(parameters)}
+    places = optimizer_attributes.places(model)
     weights = unpack(packed, "model", copied=False, **places)
     facts: dict[str, Any] = inner.json if isinstance(inner.json, dict) else {}
     classes: Any = facts.get("classes")
-    random = unpack(Packed(facts.get("random"), inner.tensors), "random states")
+    drawn = unpack(Packed(facts.get("random"), inner.tensors), "random states")
     named = isinstance(classes, list) and all(isinstance(names, list) for names in classes)
     named = named and all(isinstance(name, str) for names in classes for name in names)
     if (
         not named
         or not isinstance(weights, dict)
-        or not isinstance(random, dict)
-        or not random.keys() >= {"cpu", "cuda"}
-        or "state" not in facts
+        or not isinstance(drawn, dict)
+        or not drawn.keys() >= {"cpu", "cuda", "numpy", "python"}
+        or "optimizer" not in facts
     ):
         raise CheckpointError(f"{path} is damaged: it lacks a model, an optimizer or random states.")
     try:
@@ -420,22 +424,31 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     training_state.check_optimizer_class(optimizer, classes or [])
-    own = [*model.buffers(), *training_state.parameters_of(optimizer)]
-    packages = training_state.packages_of(optimizer)
-    state = unpack(Packed(facts["state"], inner.tensors), "the optimizer's state", own, packages=packages, **places)
-    training_state.restore_optimizer(optimizer, {"classes": classes, "state": state})
+    known, packages = optimizer_attributes.known_to(optimizer, model), optimizer_attributes.packages_of(optimizer)
+    content = Packed(facts["optimizer"], inner.tensors)
+    held = unpack(content, "the optimizer's state", known, packages=packages, **places)
+    if not isinstance(held, list) or len(held) != 2:
+        raise CheckpointError(f"{path} is damaged: it lacks an optimizer.")
+    training_state.restore_optimizer(optimizer, {"classes": classes, "state": held[0]})
+    optimizer_attributes.restore(optimizer, model, held[1])
     training_state.restore_model(model, weights)
-    _restore_random_states(model, random)
+    _restore_random_states(model, drawn)
     replica.load_state(unpack(outer, "outer"), manifest["facts"])
 
 
-def _random_states(model: nn.Module) -> dict[str, Any]:
-    """What torch draws next, on the CPU and on this model's GPUs."""
-    return {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state(gpu) for gpu in _gpus(model)]}
+def pack_random(cpu: Tensor, model: nn.Module | None, numpy: object, python: tuple[Any, ...]) -> Packed:
+    """What torch draws next on the CPU, and on the GPUs of `model`; and the states of numpy and Python."""
+    version, numbers, gauss = python
+    gpus = [torch.cuda.get_rng_state(gpu) for gpu in _gpus(model)] if model is not None else []
+    states = {"cpu": cpu, "cuda": gpus, "numpy": numpy, "python": (version, np.array(numbers), gauss)}
+    return pack(states, "random", prefix="random.")
 
 
 def _restore_random_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
+    np.random.set_state(states["numpy"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
     for gpu, state in zip(_gpus(model), states["cuda"]):  # fewer if it was written on another kind of machine
         torch.cuda.set_rng_state(state, gpu)
 

@@ -7,46 +7,49 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from thinwire import checkpoint
-from thinwire.comm.group import Group
-from thinwire.data_ledger import LeasedReader
-from thinwire.elastic.driver import elastic_driver
+from thinwire.comm.group import ElasticGroup, Group
+from thinwire.drivers.base import Driver, Training, anchored
+from thinwire.drivers.claim import GroupClaim
+from thinwire.drivers.deltas import DeltaDriver
+from thinwire.drivers.inner_steps import InnerSteps, as_one, optimizers_of
+from thinwire.drivers.loop_warnings import LoopWarnings, silent
+from thinwire.drivers.model_buffers import SharedBuffers
+from thinwire.drivers.module_state import export_state
+from thinwire.drivers.stateful import check_origin, owner, pack_state, unpack_state, with_origin
 from thinwire.errors import ConfigurationError
-from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.claim import GroupClaim
-from thinwire.runtime.delta_driver import DeltaDriver
-from thinwire.runtime.driver import Driver, Training, anchored
-from thinwire.runtime.gossip_driver import GossipDriver
-from thinwire.runtime.gradient_driver import GradientDriver
-from thinwire.runtime.inner_steps import InnerSteps, as_one, optimizers_of
-from thinwire.runtime.loop_warnings import LoopWarnings, silent
-from thinwire.runtime.model_buffers import SharedBuffers
-from thinwire.runtime.module_state import export_state
-from thinwire.runtime.stateful import check_origin, owner, pack_state, unpack_state, with_origin
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
+
+if TYPE_CHECKING:
+    from thinwire.data_ledger import LeasedReader
 
 _NUMBER = struct.Struct("<d")
 
 
-def choose(training: Training, fragments: list[Fragment], group: Group | Membership, site: Group | None) -> Driver:
+def choose(training: Training, fragments: list[Fragment], group: Group | ElasticGroup, site: Group | None) -> Driver:
     """The driver that this group and this strategy need; then call its `join`. Raises as `Replica`."""
-    if isinstance(group, Membership):
-        return elastic_driver(training, fragments, group, site)
+    if isinstance(group, ElasticGroup):
+        made: Driver = group.driver(training, fragments, site)
+        return made
     if training.reader is not None:
         raise ConfigurationError(
             "reader= with a fixed group: it follows what members agree on; give a Membership, or read a share by rank."
         )
-    if not training.strategy.exchange.agrees:
-        return GossipDriver(training, fragments, group, site)
-    kind = GradientDriver if isinstance(training.strategy.signal, Gradients) else DeltaDriver
-    return kind(training, fragments, group, site)
+    exchange = training.strategy.exchange
+    if not exchange.agrees:
+        without: Driver = exchange.driver(training, fragments, group, site)
+        return without
+    if isinstance(training.strategy.signal, Gradients):
+        from thinwire.drivers.gradients import GradientDriver
+
+        return GradientDriver(training, fragments, group, site)
+    return DeltaDriver(training, fragments, group, site)
 
 
 class Replica:
@@ -104,7 +107,7 @@ class Replica:
 
     def __init__(
         self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        group: Group | Membership, *, site: Group | None = None, tokens: float | None = None,
+        group: Group | ElasticGroup, *, site: Group | None = None, tokens: float | None = None,
         reader: LeasedReader | None = None, buffers: Literal["mean", "local"] = "mean",
         resume: Callable[[Replica], object] | None = None, validation: Callable[[], Sequence[float]] | None = None,
         observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
@@ -112,6 +115,9 @@ class Replica:
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers_of(optimizer)), group
         self._site, self._finished, self._closed = site, False, False
         training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site)
+        from thinwire.pieces import optimizer_attributes  # needed once there is an optimizer
+
+        optimizer_attributes.begin(self.optimizer, model)
         self._buffers = SharedBuffers(buffers, model, group, training.frozen, training.warn)
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
@@ -127,7 +133,7 @@ class Replica:
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
         last = optimizers_of_replica[-1]
         here = weakref.proxy(self)  # a hook of the optimizer must not keep this replica alive
-        self._loop_warnings.check_after_first_step(last, lambda: checkpoint.check(here, frozen=False))
+        self._loop_warnings.check_after_first_step(last, lambda: _check_saves(here))
         self._claim.take()
 
     @property
@@ -224,12 +230,22 @@ class Replica:
         self._training.frozen.begin()  # the model was loaded before
 
     def state_dict(self) -> dict[str, Any]:
-        """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""
-        return pack_state(owner(self.group, self._site), self.strategy, self.state())
+        """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder. With what
+        the optimizer holds in its attributes, such as an optimizer inside it. Raises `CheckpointError`, with the path of what cannot be saved.
+        """
+        from thinwire.pieces import optimizer_attributes
+
+        held = optimizer_attributes.pack_apart(self.optimizer, self.model)
+        return pack_state(owner(self.group, self._site), self.strategy, self.state(), held)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """As `load_state`, from `state_dict()`; model and inner optimizer are loaded before it."""
-        self.load_state(*unpack_state(owner(self.group, self._site), self.strategy, saved))
+        from thinwire.pieces import optimizer_attributes
+
+        state, held = unpack_state(owner(self.group, self._site), self.strategy, saved)
+        if held:
+            optimizer_attributes.restore_apart(self.optimizer, self.model, held)
+        self.load_state(*state)
 
     def finish(self, keep_seconds: float = 0.0) -> None:
         """Land the rounds in flight, exchange the training since then, leave the outer weights in the model, and close a `Membership`. If a member
@@ -271,6 +287,13 @@ class Replica:
                 self.finish()
         finally:
             self.close()
+
+
+def _check_saves(replica: Any) -> None:
+    """Raise `CheckpointError` now if the first checkpoint would fail, and not hours later."""
+    from thinwire import checkpoint
+
+    checkpoint.check(replica, frozen=False)
 
 
 def _mean(told: Sequence[bytes]) -> float:

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
+from thinwire.types import compact
 
 Path = tuple[Any, ...]  # keys and indices from the root to a value, its name first
 
@@ -71,6 +72,10 @@ _TEXT_NAMES = {kind: name for name, (kind, _, _) in _TEXTS.items()}
 _SEQUENCES: dict[type, str] = {
     tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "Size", types.MappingProxyType: "mappingproxy",
 }  # fmt: skip
+_DATA = (
+    bool, int, float, complex, str, bytes, bytearray, range, slice, set, frozenset, collections.deque, np.ndarray, np.generic,
+    enum.Enum, datetime.timedelta, torch.dtype, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (int, float, bool, str, bytes, list, dict, set, tuple, complex)
 } | {"None": None}  # of a defaultdict
@@ -87,6 +92,10 @@ _SPECIAL = (
     "__setattr__",
     "__call__",
 )
+
+
+class Unlike(Exception):
+    """The cause of a `CheckpointError` where the file is sound, and the script that reads it differs from the one that wrote it."""
 
 
 class Packed(NamedTuple):
@@ -111,9 +120,21 @@ def pack(
     Raises:
         CheckpointError: a value cannot be written; the message has its path.
     """
+    (json,), tensors = pack_together([tree], name, parameters, prefix, packages)
+    return Packed(json, tensors)
+
+
+def pack_together(
+    trees: Sequence[object],
+    name: str,
+    parameters: Sequence[Tensor] = (),
+    prefix: str = "",
+    packages: Collection[str] = (),
+) -> Packed:
+    """As `pack` a list of `trees`, which may share values, and each of which begins at `name` in messages."""
     writer = _Writer(parameters, packages)
     try:
-        json = writer.shared(writer.write(tree, (name,)))
+        json = writer.shared([writer.write(tree, (name,)) for tree in trees])
     except RecursionError:
         raise CheckpointError(f"{name} is nested too deeply to be saved; give a flatter state.") from None
     return Packed(json, writer.place(prefix))
@@ -141,6 +162,8 @@ def unpack(
     reader = _Reader(packed.tensors, parameters, by_type, meshes, packages, copied)
     try:
         return reader.read(packed.json)
+    except Unlike as unlike:
+        raise CheckpointError(f"{name} in the checkpoint: it {unlike}.") from unlike
     except (
         ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError, struct.error,
     ) as error:  # fmt: skip
@@ -149,14 +172,17 @@ def unpack(
         ) from error
 
 
-def compact(tensor: Tensor) -> Tensor:
-    """The elements of an expanded tensor that have memory of their own, as a view of it: of `x.expand(8)` those of x. Others are as given."""
-    if tensor.layout != torch.strided:
-        return tensor
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if size > 1 and stride == 0:
-            tensor = tensor.select(dim, 0).unsqueeze(dim)  # `narrow` would keep the stride 0, which some views refuse
-    return tensor
+def is_data(value: object) -> bool:
+    """Whether `value` is written whole: no container whose entries somebody may want to see one by one, and no object of a class of its own."""
+    kind = type(value)
+    frozen = dataclasses.is_dataclass(kind) and bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+    return (
+        value is None
+        or isinstance(value, _DATA)
+        or kind in _TEXT_NAMES
+        or frozen
+        or (isinstance(value, tuple) and kind is not tuple)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -652,8 +678,12 @@ class _Reader:
     def _tensor(self, kind: str, value: Any, json: dict[str, Any]) -> Any:
         match kind:
             case "reference":
-                if type(value) is not int or not 0 <= value < len(self._parameters):
-                    raise ValueError(f"parameter {value!r:.40} of {len(self._parameters)}")
+                if type(value) is not int or value < 0:
+                    raise ValueError(f"parameter {value!r:.40}")
+                if value >= len(self._parameters):
+                    raise Unlike(
+                        f"refers to parameter or buffer {value} of the model, which has {len(self._parameters)} here; resume with the run's own model"
+                    )
                 return self._parameters[value]
             case "Parameter":
                 return nn.Parameter(self.read(value), bool(json["requires_grad"]))
@@ -708,8 +738,9 @@ class _Reader:
         found = _found(name) if isinstance(name, str) else None
         if not isinstance(found, type) or not issubclass(found, kind):
             module = str(name).partition(":")[0]
-            raise ValueError(
-                f"it has a {name!s:.120}, which is not here; import {module!s:.120} before the checkpoint is loaded"
+            raise Unlike(
+                f"has a value of the class {name!s:.120}, and this script has no such class under that name; define or import it "
+                f"({module!s:.120}) before the checkpoint is read, as the script that saved it did"
             )
         return found
 
@@ -757,7 +788,9 @@ class _Reader:
             mesh for mesh in self._meshes if [list(mesh.mesh_dim_names or ()), list(mesh.shape)] == [names, shape]
         ]
         if not meshes:
-            raise ValueError(f"it is sharded over a mesh {names!r:.80} of {shape!r:.80}, which this model has not")
+            raise Unlike(
+                f"is sharded over a mesh {names!r:.80} of {shape!r:.80}, which this model has not; shard the model as the saved one was"
+            )
         known: dict[str, Any] = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
         strided = vars(sys.modules["torch.distributed.tensor.placement_types"]).get("_StridedShard")
         known |= {"_StridedShard": strided} if strided else {}

@@ -6,19 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
 
 from thinwire import kernels
-from thinwire.codecs import Codec, Identity, Shapes, check_kept, in_full, warm_up
+from thinwire.codecs import Codec, Identity, Shapes, in_full, warm_up
+from thinwire.codecs.base import check_kept
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.filters import Filter, check_filters
 from thinwire.pieces.guard import Guard
-from thinwire.pieces.inner_optimizers import Inner, check_momentum
+from thinwire.pieces.inner import Inner, check_momentum
 from thinwire.pieces.merge import Merge, Mix
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Partition, Whole
@@ -26,8 +28,6 @@ from thinwire.pieces.piece import Piece, check_piece
 from thinwire.pieces.policy import LONG_RUN, Constant, Deciding, Policy
 from thinwire.pieces.privacy import Privacy
 from thinwire.pieces.schedule import Adaptive, Every, Schedule
-from thinwire.pieces.storage import Anchors, StateDtype, check_anchors, check_state_dtype
-from thinwire.pieces.transforms import Filter, check_filters
 
 
 @dataclass(frozen=True)
@@ -374,3 +374,36 @@ class Strategy:
         lines += [f"warning: {warning}" for warning in self.warnings(shapes, size)]
         lines += [f"exchange: {choice}" for choice in self.choices(shapes, size)]
         return "\n".join(lines + [f"  {f.name}: {f.numel:,} parameters" for f in fragments])
+
+
+Anchors = Literal["host", "device", "disk"]
+"""In host memory; on the model's device; or in a file, of which only those fragments are in memory that depart next or are in flight."""
+
+StateDtype = Literal["fp32", "bf16"]
+"""The type of outer state and feedback between two rounds of their fragment."""
+
+
+def check_anchors(anchors: str, schedule: Schedule | Adaptive, merge: Merge, deltas: bool) -> None:
+    """Raise `ConfigurationError` unless `anchors` is a known place and fits the other pieces. `deltas`: whether replicas agree on deltas."""
+    if anchors not in get_args(Anchors):
+        raise ConfigurationError(f"anchors={anchors!r}: 'host', 'device' or 'disk' is needed.")
+    reason = ""
+    if not deltas:
+        reason = "gradients need no anchors, and gossip has none"
+    elif isinstance(schedule, Adaptive):
+        reason = f"{schedule} exchanges all fragments at once, so all would be in memory"
+    elif merge.whole_period:
+        reason = f"with {merge} every fragment is always in flight"
+    if anchors == "disk" and reason:
+        raise ConfigurationError(f"anchors='disk': {reason}; choose anchors='host', or deltas of fragments in turn.")
+
+
+def check_state_dtype(dtype: str, deltas: bool) -> None:
+    """Raise `ConfigurationError` unless `dtype` is known and fits. `deltas`: whether replicas agree on deltas."""
+    if dtype not in get_args(StateDtype):
+        raise ConfigurationError(f"state_dtype={dtype!r}: 'fp32' or 'bf16' is needed.")
+    if dtype != "fp32" and not deltas:
+        raise ConfigurationError(
+            f"state_dtype={dtype!r}: state that every inner step changes would be rounded as often, and gossip has no outer state; choose 'fp32', "
+            "or deltas."
+        )

@@ -20,7 +20,7 @@ SHARED = tw.codecs.RandomK(0.5, tw.codecs.Identity())
 
 
 def test_codecs_are_biased_unless_their_row_claims_unbiased():
-    assert tw.codecs.Levels().biased and tw.codecs.Sign().biased and tw.codecs.TopK(0.1).biased
+    assert tw.lab.codecs.Levels().biased and tw.codecs.Sign().biased and tw.codecs.TopK(0.1).biased
     assert not any(codec.biased for row in CODECS if "unbiased" in row.claims for codec in nested(row.piece))
 
 
@@ -28,15 +28,15 @@ def test_codecs_are_biased_unless_their_row_claims_unbiased():
     ("parts", "own", "fair", "due"),
     [
         ([tw.codecs.Identity()], "", True, ""),
-        ([tw.codecs.Levels()], "", True, ""),
+        ([tw.lab.codecs.Levels()], "", True, ""),
         ([UNBIASED], "", True, "unbiased"),
         ([UNBIASED], "", False, "drawn"),
         ([UNBIASED, tw.codecs.Identity()], "", True, "unbiased"),
-        ([UNBIASED, tw.codecs.Levels()], "", True, "drawn"),
+        ([UNBIASED, tw.lab.codecs.Levels()], "", True, "drawn"),
         ([UNBIASED, SHARED], "", True, "unbiased"),
         ([SHARED], "", True, "shared unbiased"),
         ([tw.codecs.Identity()], "unbiased", True, "shared unbiased"),
-        ([tw.codecs.Levels()], "unbiased", True, "drawn shared"),
+        ([tw.lab.codecs.Levels()], "unbiased", True, "drawn shared"),
         ([tw.codecs.Identity()], "drawn", True, "drawn shared"),
         ([UNBIASED], "drawn", True, "unbiased"),
         ([UNBIASED], "unbiased", True, "unbiased"),
@@ -64,7 +64,7 @@ GOOD = torch.zeros(16), torch.zeros(16, dtype=torch.uint8)
     ids=["fp64", "values of two dimensions", "signed", "too short", "a payload of two dimensions", "another device"],
 )
 def test_buffers_that_do_not_fit_are_refused(values, payload):
-    codec = tw.codecs.Levels(bits=4, block=16)
+    codec = tw.lab.codecs.Levels(bits=4, block=16)
     assert codec.nbytes(16) == 16
     check_fit(codec, *GOOD)
     check_fit(codec, GOOD[0], GOOD[1][1:], shorter=True)
@@ -75,7 +75,7 @@ def test_buffers_that_do_not_fit_are_refused(values, payload):
 @pytest.mark.parametrize("payload", [torch.zeros(17), torch.zeros(3, 5), torch.zeros(1, 16)], ids=str)
 def test_only_a_flat_and_shorter_payload_is_accepted_as_shorter(payload):
     with pytest.raises(ConfigurationError, match="flat fp32 and flat uint8 of 16 bytes are needed"):
-        check_fit(tw.codecs.Levels(bits=4, block=16), GOOD[0], payload.byte(), shorter=True)
+        check_fit(tw.lab.codecs.Levels(bits=4, block=16), GOOD[0], payload.byte(), shorter=True)
 
 
 def test_the_parts_of_a_layout_add_up_to_the_payload():
@@ -157,7 +157,7 @@ def test_undeclared_properties_of_a_codec_have_defaults():
 
 def test_a_change_reaches_all_codecs_inside_one():
     levels, changed = (
-        tw.codecs.Levelled((tw.codecs.Cast(), tw.codecs.DCT(tw.codecs.TopK(density)))) for density in (0.01, 0.1)
+        tw.lab.codecs.Levelled((tw.codecs.Cast(), tw.codecs.DCT(tw.codecs.TopK(density)))) for density in (0.01, 0.1)
     )
     assert rebuilt(levels, lambda one: one.denser(0.1)) == changed
     inner = tw.codecs.TopK(0.1)
@@ -172,7 +172,7 @@ def test_what_is_no_codec_is_refused_inside_one(inner):
 
 
 def test_a_joint_codec_is_found_inside_another_and_refused_there():
-    joint = tw.codecs.OverSenders(tw.codecs.TopK(0.1))
+    joint = tw.lab.codecs.OverSenders(tw.codecs.TopK(0.1))
     assert [*nested(joint)] == [joint, tw.codecs.TopK(0.1), tw.codecs.TopK(0.1).values]
     check_inner(joint, "codec", joint, joint=True)
     with pytest.raises(ConfigurationError, match="`joint` would never be called inside this codec"):

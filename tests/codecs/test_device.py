@@ -56,4 +56,4 @@ def test_element_wise_and_sparse_codecs_run_anywhere() -> None:
     codecs = tw.codecs
     anywhere = [codecs.Identity(), codecs.Cast(), codecs.Sign(), codecs.E3M0(), codecs.TopK(), codecs.RandomK()]
     assert all(map(runs_anywhere, anywhere))
-    assert not any(map(runs_anywhere, [codecs.LowRank(), codecs.Entropy(codecs.E3M0())]))
+    assert not any(map(runs_anywhere, [tw.lab.codecs.LowRank(), tw.lab.codecs.Entropy(codecs.E3M0())]))

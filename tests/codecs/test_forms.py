@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, Codebook, Identity, Int, Levels, OverSenders, Sign, TopK
+from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, Codebook, Identity, Int, Sign, TopK
 from thinwire.codecs.cast import Dense
 from thinwire.codecs.layout import Symbols
 from thinwire.errors import ConfigurationError, NonFiniteError
+from thinwire.lab.codecs.over_senders import OverSenders
+from thinwire.lab.codecs.uniform import Levels
 from thinwire.rng import Key
 from thinwire.testing.values import encoded, roundtrip
 

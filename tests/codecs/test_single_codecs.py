@@ -263,7 +263,7 @@ def test_decoding_has_the_same_bits_with_any_number_of_threads():
     for codec in (
         tw.codecs.DCT(tw.codecs.E3M0()),
         tw.codecs.DCT(tw.codecs.E3M0(), axes=2),
-        tw.codecs.LowRank(4, shapes=shapes),
+        tw.lab.codecs.LowRank(4, shapes=shapes),
         tw.codecs.Hadamard(tw.codecs.Int(4)),
     ):
         payload = torch.tensor(list(encoded(codec, x)), dtype=torch.uint8)
@@ -290,7 +290,7 @@ def test_low_rank_is_exact_on_matrices_of_its_rank(rank, iterations):
             (gaussian(5, rank) @ gaussian(rank, 200)).view(-1),
         ]
     )
-    codec = tw.codecs.LowRank(rank, iterations, shapes=((40, 30), (9,), (5, 4, 50)))
+    codec = tw.lab.codecs.LowRank(rank, iterations, shapes=((40, 30), (9,), (5, 4, 50)))
     torch.testing.assert_close(roundtrip(codec, x), x, rtol=1e-5, atol=1e-5)
     assert codec.nbytes(x.numel()) == 4 * (rank * (40 + 30) + 9 + rank * (5 + 200))
 
@@ -300,13 +300,13 @@ def test_more_iterations_bring_low_rank_close_to_the_best_error():
     u, v = torch.linalg.qr(gaussian(100, 60))[0], torch.linalg.qr(gaussian(80, 60))[0]
     x = (u * 0.6 ** torch.arange(60)) @ v.T
     best = (torch.linalg.svdvals(x)[4:].square().sum() / x.square().sum()).item()
-    errors = [relative_error(tw.codecs.LowRank(4, i, shapes=((100, 80),)), x.view(-1)) for i in (1, 2, 4)]
+    errors = [relative_error(tw.lab.codecs.LowRank(4, i, shapes=((100, 80),)), x.view(-1)) for i in (1, 2, 4)]
     assert best <= errors[2] < errors[1] < errors[0] and errors[2] < 1.3 * best
 
 
 def test_low_rank_leaves_matrices_that_it_would_not_make_smaller():
     x = gaussian(64 + 21)
-    codec = tw.codecs.LowRank(4, shapes=((8, 8), (3, 7)))
+    codec = tw.lab.codecs.LowRank(4, shapes=((8, 8), (3, 7)))
     assert codec.nbytes(85) == 4 * 85 and same_bits(roundtrip(codec, x), x)
 
 
@@ -314,7 +314,7 @@ def test_low_rank_leaves_matrices_that_it_would_not_make_smaller():
     "x", [torch.zeros(600), torch.full((600,), 1e30), torch.eye(20, 30).view(-1)], ids=["0", "1e30", "eye"]
 )
 def test_low_rank_of_degenerate_matrices_is_finite_and_no_larger(x):
-    q = roundtrip(tw.codecs.LowRank(4, shapes=((20, 30),)), x)
+    q = roundtrip(tw.lab.codecs.LowRank(4, shapes=((20, 30),)), x)
     assert torch.isfinite(q).all() and (q - x).norm() <= x.norm() * (1 + 1e-6)
 
 
@@ -334,7 +334,7 @@ LINEAR = [row.piece for row in CODECS if row.piece.linear]
 
 
 def test_random_k_and_low_rank_are_the_linear_codecs():
-    assert {type(codec) for codec in LINEAR} == {tw.codecs.RandomK, tw.codecs.LowRank}
+    assert {type(codec) for codec in LINEAR} == {tw.codecs.RandomK, tw.lab.codecs.LowRank}
 
 
 @pytest.mark.parametrize("codec", LINEAR, ids=str)
@@ -344,7 +344,7 @@ def test_the_sum_of_linear_packets_encodes_the_mean(codec):
 
 def test_the_linear_form_of_one_replica_is_its_packet():
     """With one iteration both forms are the same codec."""
-    x, codec = gaussian(900), tw.codecs.LowRank(3, 1, shapes=((25, 30), (150,)))
+    x, codec = gaussian(900), tw.lab.codecs.LowRank(3, 1, shapes=((25, 30), (150,)))
     estimate, _ = laws.summed(codec, [x], Key(1))
     torch.testing.assert_close(estimate, roundtrip(codec, x, Key(1)), rtol=1e-5, atol=1e-6)
     assert 4 * sum(codec.sizes(900)) == codec.nbytes(900)
@@ -355,7 +355,7 @@ def test_the_local_residual_stays_bounded():
 
     A residual against the estimate grows without bound (specification, j4).
     """
-    codec, target = tw.codecs.LowRank(2, shapes=((20, 30),)), [gaussian(600) for _ in range(2)]
+    codec, target = tw.lab.codecs.LowRank(2, shapes=((20, 30),)), [gaussian(600) for _ in range(2)]
     norms = {}
     for form in ("local", "aggregated"):
         held = [torch.zeros(600) for _ in range(2)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.codecs import DCT, E3M0, Cast, Hadamard, Identity, OverSenders, RandomK, Sign, Squares, TopK, transform
+from thinwire.codecs import DCT, E3M0, Cast, Hadamard, Identity, RandomK, Sign, Squares, TopK, transform
+from thinwire.lab.codecs.over_senders import OverSenders
 from thinwire.rng import Key
 
 KEY = Key(1, 2, 3)

@@ -8,7 +8,7 @@ from pieces import over
 from secure_groups import run_secure
 
 from thinwire.comm import run_threads
-from thinwire.comm.secure import Hub
+from thinwire.net import Hub
 
 
 @over("case", CASES)

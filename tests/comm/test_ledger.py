@@ -9,8 +9,8 @@ import torch
 from secure_groups import run_secure
 
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, ThreadGroup
-from thinwire.comm.secure import Hub
 from thinwire.errors import LinkError
+from thinwire.net import Hub
 
 
 def zeros(nbytes):

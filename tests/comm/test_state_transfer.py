@@ -14,7 +14,7 @@ import thinwire as tw
 from thinwire.comm import state_transfer
 from thinwire.comm.group import Group
 from thinwire.comm.threads import ThreadGroup
-from thinwire.elastic.global_state import REMEMBERED, GlobalState
+from thinwire.drivers.elastic.global_state import REMEMBERED, GlobalState
 from thinwire.membership.channel import MOST_MEMBERS
 
 Given = tuple[dict[str, Tensor], dict[str, Any]]

@@ -6,10 +6,11 @@ import pytest
 
 import thinwire as tw
 from thinwire.comm import Link
-from thinwire.exchange import Arrival, Exchange, Gossip
-from thinwire.pieces.gossip import AdaptThenCombine
-from thinwire.pieces.mgs import MGS
-from thinwire.topology import MoshpitGrid, Ring
+from thinwire.exchange import Arrival, Exchange
+from thinwire.lab.gossip.exchange import Gossip
+from thinwire.lab.gossip.mgs import MGS
+from thinwire.lab.gossip.rules import AdaptThenCombine
+from thinwire.lab.topology import MoshpitGrid, Ring
 
 
 class Least(Exchange):
@@ -40,16 +41,16 @@ DECLARED = [  # gathers, agrees, multiplies, sends_own, and whether replicas may
     (tw.exchange.TwoShot(tw.pieces.feedback.Feedback()), (True, True, True, True, False)),
     (tw.exchange.AllReduce(), (False, True, False, True, True)),
     (tw.exchange.Hierarchy((2, 1)), (False, True, False, False, False)),
-    (tw.exchange.Star(), (False, True, False, True, True)),
-    (tw.exchange.Star("hub"), (False, True, False, True, False)),
+    (tw.lab.star.exchange.Star(), (False, True, False, True, True)),
+    (tw.lab.star.exchange.Star("hub"), (False, True, False, True, False)),
     (GOSSIP, (False, False, False, True, False)),
-    (tw.exchange.Fastest("1mbit"), (False, True, False, True, False)),
-    (tw.exchange.Fastest("1mbit", BOTH), (True, True, True, True, False)),
+    (tw.lab.fastest.Fastest("1mbit"), (False, True, False, True, False)),
+    (tw.lab.fastest.Fastest("1mbit", BOTH), (True, True, True, True, False)),
     (
-        tw.exchange.Fastest("1mbit", (tw.exchange.Direct(), tw.exchange.Hierarchy((2, 1)))),
+        tw.lab.fastest.Fastest("1mbit", (tw.exchange.Direct(), tw.exchange.Hierarchy((2, 1)))),
         (False, True, False, False, False),
     ),
-    (tw.exchange.Fastest("1mbit", (tw.exchange.Direct(), GOSSIP)), (False, False, False, True, False)),
+    (tw.lab.fastest.Fastest("1mbit", (tw.exchange.Direct(), GOSSIP)), (False, False, False, True, False)),
 ]
 
 
@@ -59,13 +60,13 @@ def test_an_exchange_declares_its_properties(exchange, declared):
     assert (exchange.gathers, exchange.agrees, exchange.multiplies, exchange.sends_own, open_) == declared
 
 
-SKIPS = [tw.codecs.Levelled((tw.codecs.Int(8), tw.codecs.Sign(block=512)), skips=skips) for skips in (0, 1)]
+SKIPS = [tw.lab.codecs.Levelled((tw.codecs.Int(8), tw.codecs.Sign(block=512)), skips=skips) for skips in (0, 1)]
 
 
-@pytest.mark.parametrize("exchange", [tw.exchange.TwoShot, tw.exchange.Star])
+@pytest.mark.parametrize("exchange", [tw.exchange.TwoShot, tw.lab.star.exchange.Star])
 def test_owners_refuse_codecs_that_cannot_encode_a_mean(exchange):
     for codec, said in (
-        (tw.codecs.LowRank(1), r"choose AllReduce\(\) for LowRank, otherwise Direct\(\)"),
+        (tw.lab.codecs.LowRank(1), r"choose AllReduce\(\) for LowRank, otherwise Direct\(\)"),
         (tw.codecs.RandomK(0.5, tw.codecs.Identity()), r"would sample twice; choose AllReduce\(\) or Direct\(\)"),
         (SKIPS[1], r"a mean that its owner skips would be lost; .* TwoShot\(Feedback\(\)\)"),
     ):
@@ -83,7 +84,7 @@ def test_owners_refuse_codecs_that_cannot_encode_a_mean(exchange):
 
 
 def test_all_reduce_refuses_codecs_whose_codes_cannot_be_added():
-    for codec in (tw.codecs.Cast(), tw.codecs.Identity(), tw.codecs.RandomK(0.5), tw.codecs.LowRank(1)):
+    for codec in (tw.codecs.Cast(), tw.codecs.Identity(), tw.codecs.RandomK(0.5), tw.lab.codecs.LowRank(1)):
         tw.exchange.AllReduce().check(codec, None)
     with pytest.raises(tw.ConfigurationError, match="a codec whose codes can be added is needed"):
         tw.exchange.AllReduce().check(tw.codecs.E3M0(), None)
@@ -122,8 +123,8 @@ def test_predicted_seconds_are_bytes_over_rate_plus_delays():
         (4, tw.exchange.Direct(), 3 * 1.0 + 0.5),
         (4, tw.exchange.TwoShot(), 1.5 * 1.0 + 1.0),
         (4, tw.exchange.AllReduce(), 1.5 * 1.0 + 1.0),
-        (4, tw.exchange.Star(), (1.0 + 3.0) + 1.0),
-        (4, tw.exchange.Star("hub"), (1.0 + 4.0) + 1.0),
+        (4, tw.lab.star.exchange.Star(), (1.0 + 3.0) + 1.0),
+        (4, tw.lab.star.exchange.Star("hub"), (1.0 + 4.0) + 1.0),
         (4, tw.exchange.Hierarchy((2, 2)), 0.5 * 1.0 + 0.5),
         (4, GOSSIP, 2 * 1.0 + 0.5),
         (4, Gossip(Ring(), MGS(AdaptThenCombine(), 3)), 3 * (2 * 1.0 + 0.5)),  # its gossip steps follow each other
@@ -132,15 +133,21 @@ def test_predicted_seconds_are_bytes_over_rate_plus_delays():
         (2, tw.exchange.Direct(), 1.0 + 0.5),
         (2, tw.exchange.TwoShot(), 1.0 + 1.0),
         (2, tw.exchange.AllReduce(), 1.0 + 1.0),
-        (2, tw.exchange.Star(), 2.0 + 1.0),
+        (2, tw.lab.star.exchange.Star(), 2.0 + 1.0),
         (2, tw.exchange.Hierarchy((1, 1)), 1.0 + 0.5),
         (2, GOSSIP, 1.0 + 0.5),
         *(
             (1, one, 0.0)
-            for one in (*BOTH, tw.exchange.AllReduce(), tw.exchange.Hierarchy((1,)), tw.exchange.Star(), GOSSIP)
+            for one in (
+                *BOTH,
+                tw.exchange.AllReduce(),
+                tw.exchange.Hierarchy((1,)),
+                tw.lab.star.exchange.Star(),
+                GOSSIP,
+            )
         ),
         (3, tw.exchange.Hierarchy((3,)), 0.0),
     ]:
         assert exchange.seconds(codec, numel, size, link) == pytest.approx(seconds, rel=1e-3), (size, exchange)
-    low, reduced = tw.codecs.LowRank(1, shapes=((1000, 500),)), tw.exchange.AllReduce()  # two sums, four delays
+    low, reduced = tw.lab.codecs.LowRank(1, shapes=((1000, 500),)), tw.exchange.AllReduce()  # two sums, four delays
     assert reduced.seconds(low, numel, 2, link) == reduced.nbytes_sent(low, numel, 2) * 8 / 8e6 + 4 * 0.5

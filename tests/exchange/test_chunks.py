@@ -44,7 +44,12 @@ def test_sizes_of_messages_and_ranges_stay():
         (tw.codecs.Identity(), 1 << 17, 1 << 19, 1),
         (tw.codecs.E3M0(128), 7 << 17, 7 * 66560, 7),
         (tw.codecs.TopK(0.5), (1 << 20) + 1, tw.codecs.TopK(0.5).nbytes((1 << 20) + 1), 1),
-        (tw.codecs.Entropy(tw.codecs.Cast()), 1 << 18, (1 << 19) + 1, 1),  # its additional byte makes no more messages
+        (
+            tw.lab.codecs.Entropy(tw.codecs.Cast()),
+            1 << 18,
+            (1 << 19) + 1,
+            1,
+        ),  # its additional byte makes no more messages
     ):
         messages = chunks.cut(codec, 3, (1 << 20) + 4)
         first, last = messages[0], messages[-1]

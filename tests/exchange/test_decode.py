@@ -16,12 +16,12 @@ from thinwire.codecs.base import Said
 from thinwire.exchange import Round, SendContext, decode
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.decode import Decoder
+from thinwire.exchange.products import inner_products
 from thinwire.exchange.round import Outgoing
+from thinwire.lab.robust.by_products import GeometricMedian
+from thinwire.lab.robust.coordinates import Median, TrimmedMean
 from thinwire.packet import REFUSED, empty_packet, payload
 from thinwire.pieces.aggregate import Aggregate, Mean, MeanOverSenders
-from thinwire.pieces.by_products import GeometricMedian
-from thinwire.pieces.products import inner_products
-from thinwire.pieces.robust import Median, TrimmedMean
 from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
 from thinwire.types import State

@@ -21,17 +21,17 @@ SIZES = [0, 1, 2, 3, 7, 64, 203]
 
 
 # A `Choice` picks one of the others.
-CARRY = [row.piece for row in EXCHANGES if not isinstance(row.piece, tw.exchange.Fastest)]
+CARRY = [row.piece for row in EXCHANGES if not isinstance(row.piece, tw.lab.fastest.Fastest)]
 FITTING = [(exchange, row.piece) for exchange in CARRY for row in CODECS if fits(exchange, row.piece)]
 KINDS = (
     tw.codecs.Identity(),
     tw.codecs.E3M0(32),
     tw.codecs.Sign(),
     tw.codecs.TopK(0.3),
-    tw.codecs.LowRank(1, shapes=MATRICES),
+    tw.lab.codecs.LowRank(1, shapes=MATRICES),
     tw.codecs.RandomK(0.25, tw.codecs.Identity()),
-    tw.codecs.Entropy(tw.codecs.E3M0()),
-    tw.codecs.Entropy(tw.codecs.ChunkedTopK(60, 7)),
+    tw.lab.codecs.Entropy(tw.codecs.E3M0()),
+    tw.lab.codecs.Entropy(tw.codecs.ChunkedTopK(60, 7)),
 )
 SOME = [(exchange, codec) for exchange, codec in FITTING if codec in KINDS]
 REST = [pytest.param(*pair, marks=pytest.mark.slow) for pair in FITTING if pair not in SOME]
@@ -122,7 +122,7 @@ def test_sites_telescope(small):
 
 def test_power_sgd_equals_one_replica_with_the_mean_delta():
     """M replicas compute what one replica would with their mean delta (Vogels et al., §4.1), and keep the error locally."""
-    codec = tw.codecs.LowRank(2, shapes=((20, 30), (40,)))
+    codec = tw.lab.codecs.LowRank(2, shapes=((20, 30), (40,)))
     x = deltas(4, 640)
     seen = rounds(tw.exchange.AllReduce(), codec, x)
     ((alone,),) = rounds(tw.exchange.AllReduce(), codec, x.mean(1, keepdim=True))
@@ -143,7 +143,7 @@ def test_power_sgd_equals_one_replica_with_the_mean_delta():
 
 def test_an_aggregate_remembers_what_it_aggregates(small):
     """All values with `Direct`, those of the own shard with `TwoShot`."""
-    codec, rule, x = tw.codecs.Identity(), tw.pieces.direction_weights.FoolsGold(), deltas(3, 97)[0]
+    codec, rule, x = tw.codecs.Identity(), tw.lab.robust.direction_weights.FoolsGold(), deltas(3, 97)[0]
     for exchange, parts in ((tw.exchange.Direct(), [(0, 97)] * 3), (tw.exchange.TwoShot(), shards(codec, 97, 3))):
 
         def replica(group, exchange=exchange):
@@ -178,7 +178,7 @@ def test_bytes_on_each_link_are_as_promised(exchange):
             shard = 1 / least if owns else 0
             inside = 4 * numel * (1 - shard) + shard * len(exchange.ranks) * (site - 1) * packet if site > 1 else 0
             assert exchange.nbytes_inside(codec, numel, size, rank) == pytest.approx(inside, rel=0.01)
-    elif isinstance(exchange, tw.exchange.Star):
+    elif isinstance(exchange, tw.lab.star.exchange.Star):
         due = [(size - 1) * packet if rank == exchange.center else packet for rank in range(size)]
     else:
         due = [2 * (size - 1) / size * packet] * size
@@ -231,10 +231,10 @@ def test_an_overflowing_mean_voids_the_round_and_names_nobody(small):
         for one, sites in (
             (tw.codecs.E3M0(4), (2, 1)),
             (tw.codecs.TopK(0.2), ((3, 0), (2, 1))),
-            (tw.codecs.LowRank(1), (1, 1, 3)),
+            (tw.lab.codecs.LowRank(1), (1, 1, 3)),
             (tw.codecs.E3M0(4), (4,)),
         )
-        for codec in (tw.codecs.E3M0(4), tw.codecs.TopK(0.2), tw.codecs.LowRank(1))
+        for codec in (tw.codecs.E3M0(4), tw.codecs.TopK(0.2), tw.lab.codecs.LowRank(1))
     ],
     ids=str,
 )
@@ -297,7 +297,7 @@ def test_peers_with_different_exchanges_are_refused():
 @pytest.mark.parametrize("chosen", [False, True])
 def test_sites_of_another_group_are_refused(chosen, size):
     sites = tw.exchange.Hierarchy((2, 1))
-    strategy = tw.Strategy(exchange=tw.exchange.Fastest("1mbit", (sites,)) if chosen else sites)
+    strategy = tw.Strategy(exchange=tw.lab.fastest.Fastest("1mbit", (sites,)) if chosen else sites)
     said = f"is for 3 replicas, the group has {size}; give the sites of this group"
 
     def replica(group):

@@ -13,20 +13,23 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.codecs import E3M0, Cast, Hadamard, Identity, Int, LowRank, RandomK, Sign, TopK
+from thinwire.codecs import E3M0, Cast, Hadamard, Identity, Int, RandomK, Sign, TopK
 from thinwire.comm.group import WrappedGroup
-from thinwire.exchange import AllReduce, Direct, Gossip, Hierarchy, Round, SendContext, Star, TwoShot, chunks
-from thinwire.exchange.attacked import with_liars
+from thinwire.exchange import AllReduce, Direct, Hierarchy, Round, SendContext, TwoShot, chunks
+from thinwire.lab.codecs.lowrank import LowRank
+from thinwire.lab.gossip.exchange import Gossip
+from thinwire.lab.gossip.mgs import MGS
+from thinwire.lab.gossip.rules import AdaptThenCombine, NoLoCo, PushSum
+from thinwire.lab.robust.attacked import with_liars
+from thinwire.lab.robust.attacks import IPM, Sybils
+from thinwire.lab.robust.by_products import Krum
+from thinwire.lab.robust.coordinates import Median
+from thinwire.lab.star.exchange import Star
+from thinwire.lab.topology import Exponential, Listed, MoshpitGrid, OnePeerExponential, Ring
 from thinwire.packet import HEADER_NBYTES, STOP
 from thinwire.pieces.aggregate import Aggregate, Mean
-from thinwire.pieces.attacks import IPM, Sybils
-from thinwire.pieces.by_products import Krum
 from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.gossip import AdaptThenCombine, NoLoCo, PushSum
-from thinwire.pieces.mgs import MGS
-from thinwire.pieces.robust import Median
 from thinwire.rng import Key
-from thinwire.topology import Exponential, Listed, MoshpitGrid, OnePeerExponential, Ring
 
 UNLIKE = ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 3), (3, 0), (3, 1))  # each sends to two, and hears one to three
 DRAWN = Int(4, 4, "fp32", "stochastic")

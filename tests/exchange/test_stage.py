@@ -41,7 +41,7 @@ def test_a_tag_has_nine_bits_of_the_index_five_of_the_stage_ten_of_the_fragment_
     assert last == TAGS - 1 == tag_of(Key(fragment=2047, round=127), 31, 1023)
 
 
-SHORT = tw.codecs.Levelled((tw.codecs.Identity(), tw.codecs.Cast()), level=1)
+SHORT = tw.lab.codecs.Levelled((tw.codecs.Identity(), tw.codecs.Cast()), level=1)
 
 
 @pytest.mark.parametrize("codec", [tw.codecs.Cast(), SHORT], ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.diagnosis.records import RESOLUTION, Flow, Record
+from thinwire.exchange.record import RESOLUTION, Flow, Record
 from thinwire.exchange.trace import Trace
 
 

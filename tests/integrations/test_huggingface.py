@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, join
+from thinwire.drivers.handshake import agree_on_resume, compare_settings
 from thinwire.integrations.attached import newest_of_all, too_short
 from thinwire.membership import Lighthouse
-from thinwire.runtime.handshake import agree_on_resume, compare_settings
+from thinwire.net import Hub, join
 from thinwire.testing.toy import same_bits
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from member_loop import LIMIT, beside, membership
 from pages import ROOT
+from resumed_optimizers import SAM
 from torch.utils.data import DistributedSampler
 
 import thinwire as tw
@@ -134,6 +136,37 @@ def test_one_replica_resumes_bit_for_bit(tmp_path):
         assert state["facts"]["step"] == EPOCH and state["facts"]["flights"]
         same = all(torch.equal(value, saved["state_dict"][name]) for name, value in state["own"].items())
         assert same == (asked == "own")
+
+
+def test_an_optimizer_inside_another_resumes_bit_for_bit(tmp_path):
+    """Lightning saves the state dict of the outer one, which has not the moments of the inner one."""
+
+    class Sharp(Module):
+        def configure_optimizers(self):
+            return SAM(self.parameters(), torch.optim.AdamW, lr=1e-2)
+
+    whole = fit(tmp_path / "whole", ThinwireCallback(STREAMING), module=Sharp())
+    kept = tmp_path / "whole" / "checkpoints" / "epoch=0.ckpt"
+    assert torch.load(kept, weights_only=True)["callbacks"]["ThinwireCallback"]["optimizer"]["tensors"]
+    assert same_bits(
+        weights(whole), weights(fit(tmp_path / "again", ThinwireCallback(STREAMING), module=Sharp(), resume=kept))
+    )
+
+
+def test_what_an_optimizer_holds_and_no_checkpoint_can_have_is_named_after_the_first_step(tmp_path):
+    class Cycling(torch.optim.SGD):
+        def step(self, closure=None):
+            self.rates = getattr(self, "rates", None) or itertools.cycle([0.1, 0.2])
+            return super().step(closure)
+
+    class Cycled(Module):
+        def configure_optimizers(self):
+            return Cycling(self.parameters(), lr=0.1)
+
+    module = Cycled()
+    with pytest.raises(tw.CheckpointError, match=r"optimizer\.rates: a cycle cannot be saved"):
+        fit(tmp_path, ThinwireCallback(STREAMING), module=module)
+    assert module.trainer.global_step == 1
 
 
 @pytest.mark.parametrize("asked", ["anchors", "own"])

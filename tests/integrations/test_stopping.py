@@ -11,7 +11,7 @@ from member_loop import LIMIT
 from safetensors.torch import load_file
 
 import thinwire as tw
-from thinwire.runtime.handshake import agree_on_resume, compare_settings
+from thinwire.drivers.handshake import agree_on_resume, compare_settings
 from thinwire.testing.toy import same_bits
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 pytest.importorskip("torchtitan")
@@ -61,6 +62,29 @@ def test_a_resume_from_a_torchtitan_checkpoint_is_exact(tmp_path, capsys):
         again.train()
     assert same_bits(through, weights(again.model_parts[0]))
     assert "where DistributedDataParallel sends" in capsys.readouterr().out
+
+
+def test_what_an_optimizer_of_torchtitan_holds_in_its_attributes_resumes(tmp_path):
+    def noisy(**options):
+        trainer = Titan(tmp_path, **options)
+        for optimizer in trainer.optimizers:
+            optimizer.drawing = torch.Generator().manual_seed(1)
+            optimizer.register_step_post_hook(add_noise)
+        return trainer
+
+    @torch.no_grad()
+    def add_noise(optimizer, *_):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p += 0.01 * torch.randn(p.shape, generator=optimizer.drawing)
+
+    (group,), trainer = tw.ThreadGroup.create(1), noisy()
+    with attach(trainer, STREAMING, group):
+        trainer.train()
+    again = noisy(load=SAVED)
+    with attach(again, STREAMING, group):
+        again.train()
+    assert same_bits(*(weights(one.model_parts[0]) for one in (trainer, again)))
 
 
 def test_initial_weights_are_the_first_anchors(tmp_path):

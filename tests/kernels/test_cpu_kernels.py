@@ -15,7 +15,7 @@ from pieces import CODECS, over
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.codecs import warm, warm_up
+from thinwire.codecs import base, warm_up
 from thinwire.codecs.bits import ascending_nbytes, low_bits, packed_nbytes
 from thinwire.kernels import cpu_block as cpu
 from thinwire.kernels import cpu_sparse, reference
@@ -276,28 +276,35 @@ def test_the_kernels_depend_on_device_and_layout():
     assert kernels.of(torch.zeros(8, device="meta")) is reference
 
 
-MODULES = ("numba_support", "cpu_dense", "cpu_levels", "cpu_sparse", "cpu_block")
+MODULES = tuple(
+    f"thinwire.{name}"
+    for name in (
+        *(f"kernels.{one}" for one in ("numba_support", "cpu_dense", "cpu_sparse", "cpu_block")),
+        "lab.codecs.cpu_levels",
+    )
+)
 
 
 def import_again() -> list[CPUDispatcher]:
     """Import the modules again, as in a process that has encoded nothing yet, and return their compiled functions."""
     for name in MODULES:
-        sys.modules.pop(f"thinwire.kernels.{name}", None)
-    modules = [importlib.import_module(f"thinwire.kernels.{name}") for name in MODULES]
+        sys.modules.pop(name, None)
+    modules = [importlib.import_module(name) for name in MODULES]
     return [value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)]
 
 
 def forget():
     """Forgets the kernels of each device, and which codecs are warm."""
     kernels._of.cache_clear()
-    warm._warm.cache_clear()
+    base._warm.cache_clear()
 
 
 @pytest.fixture
 def fresh_kernels(monkeypatch):
     for name in MODULES:
-        monkeypatch.setitem(sys.modules, f"thinwire.kernels.{name}", sys.modules[f"thinwire.kernels.{name}"])
-        monkeypatch.setattr(kernels, name, getattr(kernels, name))
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+        package, _, module = name.rpartition(".")
+        monkeypatch.setattr(sys.modules[package], module, sys.modules[name])
     forget()
     yield import_again()
     forget()
@@ -309,7 +316,7 @@ def fresh_kernels(monkeypatch):
         tw.codecs.E3M0(),
         tw.codecs.Int(8, 32, "fp32", "stochastic"),
         tw.codecs.Cast(),
-        tw.codecs.Levels(),
+        tw.lab.codecs.Levels(),
         tw.codecs.Sign(),
         tw.codecs.TopK(0.01),
         tw.codecs.ChunkedTopK(values=tw.codecs.Sign()),
@@ -360,7 +367,7 @@ def test_functions_compile_without_a_cache_folder(monkeypatch):
         tw.codecs.Identity(),
         tw.codecs.Cast(),
         tw.codecs.Cast("fp16"),
-        tw.codecs.Levels(),
+        tw.lab.codecs.Levels(),
         tw.codecs.Sign(),
     ],
     ids=str,

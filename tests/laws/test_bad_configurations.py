@@ -7,7 +7,7 @@ from pieces import over
 
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES
-from thinwire.records.choices import listed
+from thinwire.choices import listed
 
 HOST = "choose anchors='host', or deltas of fragments in turn."
 CONFIGURATIONS = {
@@ -124,12 +124,12 @@ CONFIGURATIONS = {
         "a contractive codec is needed, otherwise the residual grows; choose TopK, or leave feedback=None.",
     ),
     "shapes inside": (
-        lambda: tw.codecs.TopK(0.1, tw.codecs.LowRank()),
+        lambda: tw.codecs.TopK(0.1, tw.lab.codecs.LowRank()),
         "TopK(values=LowRank(rank=4, iterations=2, values=Identity(), shapes=())): it needs the shapes of a model's tensors, "
         "which are not known here; make it the outermost codec.",
     ),
     "a codec that no shard fits": (
-        lambda: tw.Strategy(codec=tw.codecs.LowRank(), exchange=tw.exchange.TwoShot()),
+        lambda: tw.Strategy(codec=tw.lab.codecs.LowRank(), exchange=tw.exchange.TwoShot()),
         "TwoShot(feedback=None) with LowRank(rank=4, iterations=2, values=Identity(), shapes=()): a codec that can encode any part of a "
         "fragment is needed, this one needs the shapes of whole tensors; choose AllReduce() for LowRank, otherwise Direct(), or "
         "a codec without shapes, such as Sign(block=512).",
@@ -175,16 +175,16 @@ CONFIGURATIONS = {
         "otherwise the residual grows; choose TopK, or leave feedback=None.",
     ),
     "a link that is none": (
-        lambda: tw.exchange.Fastest("20 furlongs"),
+        lambda: tw.lab.fastest.Fastest("20 furlongs"),
         "the link '20 furlongs' was given; a rate, or a rate and a delay are needed, with units bit, kbit, mbit, gbit and us, ms, s. Write "
         "it like 50mbit or 2.5mbit,30ms.",
     ),
     "nothing to choose from": (
-        lambda: tw.exchange.Fastest("20mbit", ()),
+        lambda: tw.lab.fastest.Fastest("20mbit", ()),
         "Fastest(among=()): exchanges are needed, such as (Direct(), TwoShot()).",
     ),
     "nothing that fits": (
-        lambda: tw.Strategy(codec=tw.codecs.TopK(), exchange=tw.exchange.Fastest("20mbit", (tw.exchange.AllReduce(),))),
+        lambda: tw.Strategy(codec=tw.codecs.TopK(), exchange=tw.lab.fastest.Fastest("20mbit", (tw.exchange.AllReduce(),))),
         "Fastest(link='20mbit', among=(AllReduce(),)) with TopK(density=0.01, values=Cast(dtype='bf16')): none of these accepts it; add "
         "Direct(), which accepts any codec.",
     ),
@@ -197,36 +197,36 @@ CONFIGURATIONS = {
         "DCT(codec=<class 'thinwire.codecs.block.E3M0'>): a Codec is needed, such as Cast('bf16') or Sign().",
     ),
     "bits of levels": (
-        lambda: tw.codecs.Levels(9),
+        lambda: tw.lab.codecs.Levels(9),
         "Levels(bits=9): 1 to 8 are needed; 4 is usual.",
     ),
     "block of levels": (
-        lambda: tw.codecs.Levels(4, 100),
+        lambda: tw.lab.codecs.Levels(4, 100),
         "Levels(block=100): a multiple of 8 is needed; 512 is usual.",
     ),
     "over senders, inside": (
-        lambda: tw.codecs.Each(tw.codecs.DCT(tw.codecs.OverSenders(tw.codecs.TopK()))),
+        lambda: tw.lab.codecs.Each(tw.codecs.DCT(tw.lab.codecs.OverSenders(tw.codecs.TopK()))),
         "Each(codec=DCT(codec=OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))), side=64, axes=1)): `joint` would never be called "
         "inside this codec; make it the outermost one, or put it inside Squares, DCT or Hadamard only.",
     ),
     "over senders, as values": (
-        lambda: tw.codecs.TopK(0.1, tw.codecs.OverSenders(tw.codecs.Cast())),
+        lambda: tw.codecs.TopK(0.1, tw.lab.codecs.OverSenders(tw.codecs.Cast())),
         "TopK(values=OverSenders(codec=Cast(dtype='bf16'))): `joint` would never be called inside this codec; make it the outermost one, or put it "
         "inside Squares, DCT or Hadamard only.",
     ),
     "over senders, of references": (
-        lambda: tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.TopK()), feedback=tw.pieces.feedback.Feedback(1, 0.0)),
+        lambda: tw.Strategy(codec=tw.lab.codecs.OverSenders(tw.codecs.TopK()), feedback=tw.pieces.feedback.Feedback(1, 0.0)),
         "Feedback(kappa=1, eta=0.0, beta=1.0, alpha=1.0) over OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))): with kappa=1 "
         "the mean over all is needed, otherwise references drift from the agreed mean; choose the codec inside OverSenders, or kappa=0.",
     ),
     "over senders, in private": (
-        lambda: tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.TopK()), privacy=tw.pieces.privacy.Privacy()),
-        f"{tw.pieces.privacy.Privacy()} cannot be kept here: with "
+        lambda: tw.Strategy(codec=tw.lab.codecs.OverSenders(tw.codecs.TopK()), privacy=tw.lab.privacy.Privacy()),
+        f"{tw.lab.privacy.Privacy()} cannot be kept here: with "
         "OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))) one replica may count "
         "for all; choose the codec inside it.",
     ),
     "rank": (
-        lambda: tw.codecs.LowRank(0),
+        lambda: tw.lab.codecs.LowRank(0),
         "LowRank(rank=0, iterations=2): at least 1 is needed of both; 4 and 2 are usual.",
     ),
     "side": (
@@ -301,8 +301,8 @@ CONFIGURATIONS = {
         "aggregate=MeanOverSenders() is no mean over all replicas: AllReduce() adds up parts on the way; choose Direct() or TwoShot().",
     ),
     "two aggregates": (
-        lambda: tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.Sign()), aggregate=tw.pieces.aggregate.MeanOverSenders()),
-        f"aggregate=MeanOverSenders() is no mean over all replicas: {tw.codecs.OverSenders(tw.codecs.Sign())} combines the packets "
+        lambda: tw.Strategy(codec=tw.lab.codecs.OverSenders(tw.codecs.Sign()), aggregate=tw.pieces.aggregate.MeanOverSenders()),
+        f"aggregate=MeanOverSenders() is no mean over all replicas: {tw.lab.codecs.OverSenders(tw.codecs.Sign())} combines the packets "
         "of all replicas itself; choose the codec inside it.",
     ),
     "no mean, under references": (
@@ -315,8 +315,8 @@ CONFIGURATIONS = {
         "aggregate=MeanOverSenders() is no mean over all replicas: Eager() counts the own delta as a share of the mean; choose Mix().",
     ),
     "no mean, in private": (
-        lambda: tw.Strategy(privacy=tw.pieces.privacy.Privacy(), aggregate=tw.pieces.aggregate.MeanOverSenders()),
-        f"aggregate=MeanOverSenders() is no mean over all replicas: with {tw.pieces.privacy.Privacy()} one replica may count for all; choose Mean().",
+        lambda: tw.Strategy(privacy=tw.lab.privacy.Privacy(), aggregate=tw.pieces.aggregate.MeanOverSenders()),
+        f"aggregate=MeanOverSenders() is no mean over all replicas: with {tw.lab.privacy.Privacy()} one replica may count for all; choose Mean().",
     ),
     "unknown name": (
         lambda: tw.catalogue.parsing.parse("E9M9"),

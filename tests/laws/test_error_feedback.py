@@ -17,10 +17,10 @@ from thinwire.testing.values import roundtrip
 D, STEPS, LAST, LR = 50, 2500, 1000, 0.05
 LADDER = {
     "none": None,
-    "EF14": tw.recipes.ef14().feedback,
-    "EF21": tw.recipes.ef21().feedback,
-    "EControl(0.02)": tw.recipes.econtrol(eta=0.02).feedback,
-    "EControl(0.1)": tw.recipes.econtrol(eta=0.1).feedback,
+    "EF14": tw.lab.recipes.ef14().feedback,
+    "EF21": tw.lab.recipes.ef21().feedback,
+    "EControl(0.02)": tw.lab.recipes.econtrol(eta=0.02).feedback,
+    "EControl(0.1)": tw.lab.recipes.econtrol(eta=0.1).feedback,
 }
 DUE = {  # by σ and n
     (0.0, 10): {"none": 23.4, "EF14": 0.55, "EF21": 0.0, "EControl(0.02)": 0.0, "EControl(0.1)": 0.0},

@@ -11,9 +11,9 @@ from pieces import CODECS, PARTITIONS
 from strategies import METHODS, each
 
 import thinwire as tw
+from thinwire.drivers.monitor import _LAYOUT
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.policy import Deciding
-from thinwire.runtime.monitor import _LAYOUT
 from thinwire.testing import strategies
 from thinwire.testing.strategies import all_agree
 from thinwire.testing.toy import Shuffled, adamw, batch, inner_step, journey, same_bits, sgd, toy, weighs, weights
@@ -26,7 +26,7 @@ def counted(name, replicas):
     """Returns a run of a method with its bytes counted, which several laws use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "thinwire.runtime.monitor.PATIENCE", 600.0
+            "thinwire.drivers.monitor.PATIENCE", 600.0
         )  # no replica asks where another one is, under any load
         return strategies.counted(METHODS[name], replicas)
 

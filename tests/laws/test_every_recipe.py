@@ -13,7 +13,7 @@ import torch
 from strategies import GOSSIP, METHODS
 
 import thinwire as tw
-from thinwire.recipes import RECIPES
+from thinwire.catalogue.methods import RECIPES
 from thinwire.testing.toy import batch, journey, own, same_bits, sgd, toy, weights
 
 STEPS = 12

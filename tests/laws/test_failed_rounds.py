@@ -117,7 +117,7 @@ KEEP = tw.Strategy(schedule=tw.pieces.schedule.Staggered(10, 6), partition=TWO, 
 
 @pytest.mark.parametrize(
     ("strategy", "missing"),
-    [(KEEP, range(15, 22)), (tw.recipes.d_psgd(every=10, delay=7, partition=TWO), range(11, 16))],
+    [(KEEP, range(15, 22)), (tw.lab.recipes.d_psgd(every=10, delay=7, partition=TWO), range(11, 16))],
     ids=["deltas", "gossip"],
 )
 def test_what_is_in_flight_at_a_restart_counts_once(strategy: tw.Strategy, missing: range) -> None:
@@ -148,7 +148,7 @@ def test_a_replica_that_an_aggregate_leaves_out_keeps_its_own_state(exchange, co
     """The delta at step 8 of replica 1 is NaN, and the median of the others lands. Its next delta is whole, with what was held back before."""
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(4), codec=codec, filters=filters, feedback=tw.pieces.feedback.Feedback(),
-        exchange=exchange, aggregate=tw.pieces.robust.Median(),
+        exchange=exchange, aggregate=tw.lab.robust.coordinates.Median(),
     )  # fmt: skip
     held: dict[int, dict[str, torch.Tensor]] = {}
 

@@ -58,7 +58,7 @@ def test_a_hostile_scale_is_caught_by_the_anchor_check():
         tw.codecs.Codebook(),
         tw.codecs.DCT(tw.codecs.Identity()),
     )
-    for codec in (*codecs, tw.codecs.Hadamard(tw.codecs.Identity()), tw.codecs.LowRank(1, shapes=((20, 30),))):
+    for codec in (*codecs, tw.codecs.Hadamard(tw.codecs.Identity()), tw.lab.codecs.LowRank(1, shapes=((20, 30),))):
         raw = b"\x00\x00\x80\x7f" * 600  # infinity in fp32; scales and tables are at the end of a payload
         _, after, refused, _ = decoded(codec, raw[-codec.nbytes(600) :], 600)
         assert not refused and not torch.isfinite(after).all(), codec

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.elastic.driver import check
+from thinwire.drivers.elastic.driver import check
 from thinwire.rng import Key, draw
 from thinwire.testing.toy import same_bits
 
@@ -92,7 +92,7 @@ MATRICES = ((12, 20), (16, 9))
 def test_power_sgd_matches_its_paper(replicas):
     """Q is reused (warm start), feedback is on, and vectors are sent uncompressed."""
     gradients = given((*MATRICES, (7,)), replicas)
-    found = exchanged(tw.recipes.power_sgd(rank=2), gradients)
+    found = exchanged(tw.lab.recipes.power_sgd(rank=2), gradients)
     for number, q in enumerate(start(MATRICES, 2)):
         due = power_sgd([[own[number] for own in step] for step in gradients], q)
         close([step[number] for step in found], list(due))
@@ -102,7 +102,7 @@ def test_power_sgd_matches_its_paper(replicas):
 def test_power_sgd_is_a_power_iteration_over_steps():
     """For a constant matrix, the error at rank 2 falls to what the singular values allow; a new random Q in each step does not reach it."""
     (matrix,) = given(((40, 30),), 1, 1)[0][0]
-    strategy = replace(tw.recipes.power_sgd(rank=2), feedback=None)
+    strategy = replace(tw.lab.recipes.power_sgd(rank=2), feedback=None)
     found = exchanged(strategy, [[[matrix]]] * 40)
     best = torch.linalg.svdvals(matrix.double())[2:].norm()
     lost = [float((matrix - step[0]).double().norm() / best) for step in found]
@@ -113,12 +113,12 @@ def test_power_sgd_is_a_power_iteration_over_steps():
 def test_power_sgd_restarts_after_rounds_without_a_signal(first):
     """After three rounds of zeros, or in fp32, Q is drawn again, and nothing of those rounds is held back."""
     gradients = given(MATRICES)
-    strategy = tw.recipes.power_sgd(
-        rank=2, policy=tw.pieces.policy.Constant() if first == "zeros" else tw.pieces.policy.DenseUntil(3)
+    strategy = tw.lab.recipes.power_sgd(
+        rank=2, policy=tw.pieces.policy.Constant() if first == "zeros" else tw.pieces.policies.DenseUntil(3)
     )
     if first == "in full, by another exchange":
         strategy = replace(
-            strategy, exchange=tw.exchange.Fastest("20mbit", (tw.exchange.TwoShot(), tw.exchange.AllReduce()))
+            strategy, exchange=tw.lab.fastest.Fastest("20mbit", (tw.exchange.TwoShot(), tw.exchange.AllReduce()))
         )
     if first == "zeros":
         gradients = [[[torch.zeros_like(g) for g in own] for own in step] for step in gradients[:3]] + gradients[3:]
@@ -133,9 +133,9 @@ def test_power_sgd_restarts_after_rounds_without_a_signal(first):
 def test_a_dropped_round_changes_nothing_of_power_sgd():
     """Q and what is held back are those of the round before, as if the step had not happened."""
     gradients = given(MATRICES)
-    found = exchanged(tw.recipes.power_sgd(rank=2), gradients)
+    found = exchanged(tw.lab.recipes.power_sgd(rank=2), gradients)
     poisoned = [[torch.full_like(g, NAN) if rank == 1 else g for g in own] for rank, own in enumerate(gradients[4])]
-    again = exchanged(tw.recipes.power_sgd(rank=2), [*gradients[:4], poisoned, *gradients[4:]])
+    again = exchanged(tw.lab.recipes.power_sgd(rank=2), [*gradients[:4], poisoned, *gradients[4:]])
     assert again.pop(4) is None and all(all(map(same_bits, a, b)) for a, b in zip(found, again, strict=True))
 
 
@@ -143,7 +143,7 @@ def test_a_dropped_round_changes_nothing_of_power_sgd():
 def test_power_sgd_keeps_the_scale_of_any_matrix(size):
     """Q has the scale of M. If that scale passed on to P, it would be squared and overflow or vanish."""
     gradients = [[[size * g for g in own] for own in step] for step in given(MATRICES[:1])]
-    found = exchanged(tw.recipes.power_sgd(rank=2), gradients)
+    found = exchanged(tw.lab.recipes.power_sgd(rank=2), gradients)
     (q,) = start(MATRICES[:1], 2)
     due = power_sgd([[own[0] for own in step] for step in gradients], q)
     close([step[0] / size for step in found], [one / size for one in due])
@@ -167,7 +167,7 @@ def test_cgx_matches_its_paper():
     shapes = ((40, 30), (7, 300), (20, 20), (50,))
     gradients = given(shapes, steps=3)
     for found, step in zip(
-        exchanged(tw.recipes.cgx(codec=tw.codecs.Each(tw.codecs.Levels(4, 512), least=1024)), gradients),
+        exchanged(tw.lab.recipes.cgx(codec=tw.lab.codecs.Each(tw.lab.codecs.Levels(4, 512), least=1024)), gradients),
         gradients,
         strict=True,
     ):
@@ -202,7 +202,7 @@ def demo(gradients: list[list[Tensor]], decay: float, count: int) -> Iterator[Te
 
 def test_demo_matches_its_paper():
     gradients = given(((64, 64),), steps=6)
-    found = exchanged(tw.recipes.demo(), gradients)
+    found = exchanged(tw.lab.recipes.demo(), gradients)
     due = list(demo([[own[0] for own in step] for step in gradients], 0.999, 32))
     assert all(bool((mine[0] == sign).all()) for mine, sign in zip(found, due, strict=True))
 
@@ -210,9 +210,9 @@ def test_demo_matches_its_paper():
 def test_demo_is_not_the_sign_of_the_mean_over_all():
     """The mean is taken per component before the cosines are added, so the share of senders does not cancel, and some signs differ."""
     gradients = given(((64, 64),), steps=1)
-    plain = tw.recipes.demo(codec=tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 32), axes=2)))
+    plain = tw.lab.recipes.demo(codec=tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 32), axes=2)))
     ((over_all,),) = exchanged(plain, gradients)
-    ((over_senders,),) = exchanged(tw.recipes.demo(), gradients)
+    ((over_senders,),) = exchanged(tw.lab.recipes.demo(), gradients)
     assert 0.01 < (over_all != over_senders).double().mean() < 0.5
 
 
@@ -223,13 +223,13 @@ def test_over_senders_matches_the_released_reduction():
     index, values = torch.cat([i for i, _ in picked]), torch.cat([g[i] for i, g in picked])
     due = torch.zeros(50).scatter_reduce_(0, index, values, "mean", include_self=False)
     ((found,),) = exchanged(
-        tw.Strategy(signal=tw.strategy.Gradients(), codec=tw.codecs.OverSenders(codec)), [gradients]
+        tw.Strategy(signal=tw.strategy.Gradients(), codec=tw.lab.codecs.OverSenders(codec)), [gradients]
     )
     assert torch.equal(found != 0, due != 0) and (index.bincount(minlength=50) == 2).any()
     close([found], [due], rtol=1e-6, atol=1e-6)
 
     sites = tw.Strategy(
-        signal=tw.strategy.Gradients(), codec=tw.codecs.OverSenders(codec), exchange=tw.exchange.Hierarchy((2, 1))
+        signal=tw.strategy.Gradients(), codec=tw.lab.codecs.OverSenders(codec), exchange=tw.exchange.Hierarchy((2, 1))
     )
     ((found,),) = exchanged(sites, [gradients])
     total, weight = torch.zeros(50), torch.zeros(50)
@@ -252,11 +252,11 @@ def test_over_senders_of_equal_values_is_its_codec(exchange):
         feedback=tw.pieces.feedback.Feedback(),
         exchange=exchange,
     )
-    over = replace(strategy, codec=tw.codecs.OverSenders(tw.codecs.TopK(0.3)))
+    over = replace(strategy, codec=tw.lab.codecs.OverSenders(tw.codecs.TopK(0.3)))
     for a, b in zip(exchanged(strategy, gradients), exchanged(over, gradients), strict=True):
         close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_over_senders_is_refused_where_deltas_count_differently():
     with pytest.raises(tw.ConfigurationError, match=r"run elastically: OverSenders.*the codec inside it does not"):
-        check(tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.TopK())))
+        check(tw.Strategy(codec=tw.lab.codecs.OverSenders(tw.codecs.TopK())))

@@ -14,7 +14,7 @@ from strategies import METHODS
 import thinwire as tw
 from thinwire.codecs.exact import root
 from thinwire.comm import CountedGroup, Ledger
-from thinwire.runtime.module_state import clip_alike
+from thinwire.drivers.module_state import clip_alike
 from thinwire.testing.toy import Journey, Plan, adamw, batch, fill, inner_step, same_bits, toy, travel, weights
 
 FEW = {

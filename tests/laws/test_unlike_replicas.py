@@ -99,7 +99,7 @@ def test_replicas_with_different_precisions_or_frozen_layers_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.bool], ids=str)
 @pytest.mark.parametrize(
-    "strategy", [tw.local_sgd(), tw.data_parallel(), tw.recipes.d_psgd(every=2)], ids=["", "g", "n"]
+    "strategy", [tw.local_sgd(), tw.data_parallel(), tw.lab.recipes.d_psgd(every=2)], ids=["", "g", "n"]
 )
 def test_replicas_with_different_values_of_frozen_parameters_are_refused_by_name(dtype, strategy):
     """They never travel, so replicas would train different models."""
@@ -144,7 +144,7 @@ class Quantised(torch.Tensor):
 )
 def test_a_method_with_its_own_loop_compares_frozen_parameters(frozen):
     def replica(group):
-        model, method = nn.Linear(2, 1), tw.methods.scaffold(every=2)
+        model, method = nn.Linear(2, 1), tw.lab.methods.scaffold(every=2)
         model.base = nn.Parameter(frozen(group.rank), requires_grad=False)
         with pytest.raises(tw.DisagreementError, match="replica 1 does not fit replica 0: frozen parameter base: "):
             method.attach(model, method.optimizer(model, lr=0.1), group)
@@ -222,7 +222,7 @@ def test_replicas_with_different_versions_are_refused(old, new, message):
 def test_unreadable_introductions_are_refused_by_name(text):
     """Any bytes cause a `DisagreementError` that names the replica."""
     from thinwire.comm import gather
-    from thinwire.runtime.handshake import compare_settings
+    from thinwire.drivers.handshake import compare_settings
 
     def replica(group):
         if group.rank == 1:

@@ -34,18 +34,20 @@ def steps_of(protocol, rank, votes, heard):
 def do(step, vote_store, size):
     """Returns all possible results of `step` now, as (answer, vote_store after it). A deadline may come at any time."""
     match step:
-        case Put(key):
-            return [(None, vote_store | {(key, b"")})]
+        case Put(key, value):
+            return [(None, vote_store | {(key, value.encode())})]
         case All(keys):
-            return [(set(keys) <= {key for key, _ in vote_store}, vote_store)]
+            values = {dict(vote_store).get(key) for key in keys}
+            return [(None not in values and len(values) == 1, vote_store)]
         case Settle(key, value):
             there = dict(vote_store).get(key)
             return [(there, vote_store)] if there is not None else [(value, vote_store | {(key, value)})]
         case Wait(key):
             there = dict(vote_store).get(key)
             _, ballots = keys_of("q", size)
-            voted = there is None and set(ballots) <= {written for written, _ in vote_store}
-            settled = [(YES, vote_store | {(key, YES)})] if voted else []
+            cast = {dict(vote_store).get(ballot) for ballot in ballots}
+            answer = YES if len(cast) == 1 else NO
+            settled = [(answer, vote_store | {(key, answer)})] if there is None and None not in cast else []
             return [(None, vote_store), *settled] + ([(there, vote_store)] if there is not None else [])
     raise AssertionError(step)
 

@@ -19,7 +19,7 @@ import torch
 from listening import addresses
 from membership_process import DEADLINES
 
-from thinwire.cli import lighthouse as verb
+from thinwire.app.cli import lighthouse as verb
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
 from thinwire.membership import Lighthouse, LighthouseRendezvous, Membership, Timeouts
 from thinwire.membership.channel import Channel, secret_in

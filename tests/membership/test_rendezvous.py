@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -170,6 +171,27 @@ def test_a_vote_ends_when_a_member_has_died_before_or_after_its_ballot(phase, la
 
     results = cluster.play({name: run for name in "abc"})
     assert results["a"] == results["b"] == (landed, seconds) and isinstance(results["c"], Killed)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_who_votes_late_is_not_taken_for_the_one_that_voted_no(leaves):
+    """d votes no at once, or calls for another view and does not vote; c votes seconds later, and is in time."""
+    cluster = SimulatedCluster()
+
+    def run(name):
+        membership = cluster.membership(name)
+        view = membership.next_view({})
+        if name == "d" and leaves:
+            with suppress(LinkError):
+                membership.next_view({}, seconds=20.0)
+            return None
+        if name == "c":
+            ThreadRendezvous(cluster, name).sleep(3.0)
+        assert view.decide("land", name != "d", 15.0) is False
+        return view.dissenters("land")
+
+    results = cluster.play({name: run for name in "abcd"})
+    assert results["a"] == results["b"] == {"d": "did not vote in time" if leaves else "voted no"}
 
 
 def test_fewer_members_than_the_minimum_form_no_view():

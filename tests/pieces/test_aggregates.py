@@ -11,7 +11,7 @@ from strategies import METHODS
 
 import thinwire as tw
 from thinwire.codecs import E3M0, TopK
-from thinwire.elastic.driver import check
+from thinwire.drivers.elastic.driver import check
 from thinwire.pieces.aggregate import Values
 from thinwire.rng import Key
 from thinwire.testing.aggregates import NUMEL, accepts, drawn, estimate
@@ -88,7 +88,7 @@ def test_mean_over_senders_matches_values_by_hand():
 @pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot()], ids=str)
 def test_mean_over_senders_trains_like_the_codec_over_senders(exchange):
     made = replace(METHODS["over senders, in the air"], exchange=exchange)
-    by_codec = replace(made, codec=tw.codecs.OverSenders(made.codec), aggregate=tw.pieces.aggregate.Mean())
+    by_codec = replace(made, codec=tw.lab.codecs.OverSenders(made.codec), aggregate=tw.pieces.aggregate.Mean())
     by_mean = replace(made, aggregate=tw.pieces.aggregate.Mean())
     finals = [journey(strategy, 3)[0].final for strategy in (made, by_codec, by_mean)]
     assert same_bits(finals[0], finals[1]) and not same_bits(finals[0], finals[2])

@@ -13,14 +13,16 @@ import thinwire as tw
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.aggregate import Aggregate, Mean, MeanOverSenders
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.filters import Filter
 from thinwire.pieces.inner_optimizers import SAM, SGD, AdamW, Muon
 from thinwire.pieces.merge import Keep, KeepUnsent, Merge, Mix
 from thinwire.pieces.outer import Average, DelayedNesterov, HeavyBall, Nesterov, Outer
 from thinwire.pieces.partition import BySize, Sequential, Strided
-from thinwire.pieces.policy import Constant, DenseLast, DenseUntil, DensityWarmup, Policy
+from thinwire.pieces.policies import DenseLast, DenseUntil, DensityWarmup
+from thinwire.pieces.policy import Constant, Policy
 from thinwire.pieces.schedule import Every, Quadratic, Staggered
 from thinwire.pieces.staleness import ByTokens, HeLoCo
-from thinwire.pieces.transforms import Clip, Filter, Moments, Momentum, Settled, Signs
+from thinwire.pieces.transforms import Clip, Moments, Momentum, Settled, Signs
 
 DEFAULTS = [
     (Average(), "Average()"),

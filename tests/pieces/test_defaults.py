@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from thinwire.catalogue.attacks import ATTACKS
 from thinwire.catalogue.parsing import PIECES, parse
+from thinwire.lab.robust.attack_table import ATTACKS
 
 DUE = """
 Median()

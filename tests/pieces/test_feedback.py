@@ -185,7 +185,7 @@ def test_signals_follow_the_equation():
 
 def test_a_reference_needs_the_mean_over_all():
     sparse = tw.codecs.TopK(0.1)
-    joint = tw.codecs.OverSenders(sparse)
+    joint = tw.lab.codecs.OverSenders(sparse)
     with pytest.raises(tw.ConfigurationError, match="with kappa=1 the mean over all is needed"):
         tw.pieces.feedback.Feedback(1, 0.0).check(joint)
     tw.pieces.feedback.Feedback().check(joint)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import thinwire as tw
+from thinwire.app.trainer.settings import MethodSpec
 from thinwire.catalogue.parsing import parse
-from thinwire.lm.settings import MethodSpec
 from thinwire.pieces.guard import Guard, norm_of
 from thinwire.testing.strategies import all_agree
 from thinwire.testing.toy import adamw, batch, inner_step, journey, same_bits, toy
@@ -125,7 +125,7 @@ RUNS = {
     "owners": tw.local_sgd(every=EVERY, exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()), codec=tw.codecs.E3M0(4)),
     "sites": tw.local_sgd(every=EVERY, exchange=tw.exchange.Hierarchy(((0, 1), (2,)))),
     "eager": tw.recipes.eager_diloco(every=EVERY),
-    "median": replace(tw.local_sgd(every=EVERY), aggregate=tw.pieces.robust.Median()),
+    "median": replace(tw.local_sgd(every=EVERY), aggregate=tw.lab.robust.coordinates.Median()),
 }  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def test_norms_are_saved_and_an_older_checkpoint_without_them_is_read():
 
 
 def test_only_strategies_that_send_deltas_have_a_guard():
-    for strategy in (tw.recipes.power_sgd(), tw.recipes.noloco(), replace(tw.diloco(), guard=None)):
+    for strategy in (tw.lab.recipes.power_sgd(), tw.lab.recipes.noloco(), replace(tw.diloco(), guard=None)):
         assert not strategy.guards and "guard: off" in strategy.describe(toy(), 2)
     assert tw.diloco().guards and "guard" not in tw.diloco().describe(toy(), 2) + repr(tw.diloco())
     strict = replace(tw.diloco(), guard=Guard(z=9.0))

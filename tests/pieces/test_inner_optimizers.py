@@ -203,13 +203,13 @@ def adamw(model):
     ("strategy", "optimizer", "message"),
     [
         (
-            tw.recipes.dgc(),
+            tw.lab.recipes.dgc(),
             adamw,
             r"inner optimizer is SGD\(momentum=0.0, .*AdamW was given; give torch.optim.SGD, or leave inner=None",
         ),
-        (tw.recipes.dgc(), sgd(0.9), r"has momentum 0.9; give torch.optim.SGD\(..., momentum=0.0\)"),
-        (tw.recipes.one_bit_adam(), adamw, "AdamW was given"),
-        (tw.recipes.demo(), adamw, "AdamW was given"),
+        (tw.lab.recipes.dgc(), sgd(0.9), r"has momentum 0.9; give torch.optim.SGD\(..., momentum=0.0\)"),
+        (tw.lab.recipes.one_bit_adam(), adamw, "AdamW was given"),
+        (tw.lab.recipes.demo(), adamw, "AdamW was given"),
         (
             tw.recipes.muloco(),
             adamw,
@@ -233,8 +233,8 @@ def test_an_optimizer_that_does_not_fit_is_refused_by_name(strategy, optimizer, 
 
 
 def test_fitting_optimizers_are_accepted():
-    attach(tw.recipes.dgc(), sgd(0.0))
-    attach(tw.recipes.outer_dgc(), adamw)  # deltas are sent, so the inner optimizer may keep momentum
+    attach(tw.lab.recipes.dgc(), sgd(0.0))
+    attach(tw.lab.recipes.outer_dgc(), adamw)  # deltas are sent, so the inner optimizer may keep momentum
     attach(tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Momentum(),)), sgd(0.0))
     filtered = tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Moments(),))
     attach(filtered, lambda model: torch.optim.AdamW(model.parameters(), betas=(0.0, 0.9)))
@@ -243,8 +243,8 @@ def test_fitting_optimizers_are_accepted():
 
 def test_a_sharded_replica_refuses_clipping():
     with pytest.raises(tw.ConfigurationError, match="needs the norm of a whole replica's signal"):
-        tw.recipes.dgc().check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
-    tw.recipes.dgc(clip=0.0).check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
+        tw.lab.recipes.dgc().check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
+    tw.lab.recipes.dgc(clip=0.0).check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
 
 
 def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():

@@ -56,7 +56,7 @@ def unsent(share, start, step):
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(EVERY, 1),
         codec=tw.codecs.TopK(0.25, tw.codecs.Identity()),
-        policy=tw.pieces.policy.DenseLast(tw.codecs.Identity()),
+        policy=tw.pieces.policies.DenseLast(tw.codecs.Identity()),
         feedback=tw.pieces.feedback.Feedback(),
         merge=tw.pieces.merge.KeepUnsent(share),
     )

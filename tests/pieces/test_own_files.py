@@ -1,4 +1,4 @@
-"""How a run file names a user's own Python file. Runs with such files: tests/lm/test_own_pieces.py."""
+"""How a run file names a user's own Python file. Runs with such files: tests/app/trainer/test_own_pieces.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 
 from thinwire.errors import ConfigurationError
 from thinwire.pieces import own_files
-from thinwire.pieces.own_files import digests, file_of, load, pinned_file, taken_apart
+from thinwire.pieces.own_files import file_of, load, pinned_file, taken_apart
+from thinwire.pieces.piece import digests
 
 
 def test_a_file_is_pinned_by_its_absolute_path_and_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

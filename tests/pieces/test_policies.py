@@ -14,7 +14,7 @@ from thinwire.testing.toy import journey, same_bits, toy
 
 WARMING = tw.Strategy(
     codec=tw.codecs.TopK(0.001),
-    policy=tw.pieces.policy.DensityWarmup(10),
+    policy=tw.pieces.policies.DensityWarmup(10),
     feedback=tw.pieces.feedback.Feedback(),
     signal=tw.strategy.Gradients(),
 )
@@ -24,7 +24,7 @@ WARMING = tw.Strategy(
 def test_policies_are_pure_and_end_at_the_codec_of_the_strategy(policy):
     """The codec changes only at `changes`, and `codecs` names every codec that a round has."""
     codec, numel = (
-        tw.codecs.Each(tw.codecs.TopK(0.1), shapes=((100, 100),))
+        tw.lab.codecs.Each(tw.codecs.TopK(0.1), shapes=((100, 100),))
         if isinstance(policy, Deciding)
         else tw.codecs.TopK(0.1),
         10_000,
@@ -40,17 +40,17 @@ def test_policies_are_pure_and_end_at_the_codec_of_the_strategy(policy):
 
 def test_warm_up_densities_match_the_paper():
     """25 %, 6.25 %, 1.5625 %, 0.4 %, then 0.1 % (DGC, arXiv 1712.01887), also for a sparse codec inside another codec."""
-    policy = tw.pieces.policy.DensityWarmup(1)
+    policy = tw.pieces.policies.DensityWarmup(1)
     inside = [policy.at(tw.codecs.TopK(0.001), 1 << 20, number, {}).density for number in range(6)]
     assert inside == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]
     squares = policy.at(tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 4))), 1 << 20, 1, {})
     assert squares == tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 256)))
-    levels = policy.at(tw.codecs.Levelled((tw.codecs.Int(8), tw.codecs.TopK(0.001))), 1 << 20, 1, {})
-    assert levels == tw.codecs.Levelled((tw.codecs.Int(8), tw.codecs.TopK(0.0625)))
+    levels = policy.at(tw.lab.codecs.Levelled((tw.codecs.Int(8), tw.codecs.TopK(0.001))), 1 << 20, 1, {})
+    assert levels == tw.lab.codecs.Levelled((tw.codecs.Int(8), tw.codecs.TopK(0.0625)))
 
 
 def test_a_warm_up_is_never_sparser_than_the_codec_of_the_strategy():
-    policy = tw.pieces.policy.DensityWarmup(1)
+    policy = tw.pieces.policies.DensityWarmup(1)
     assert [policy.at(tw.codecs.TopK(0.01), 1 << 20, n, {}).density for n in range(5)] == [
         0.25,
         0.0625,
@@ -63,11 +63,13 @@ def test_a_warm_up_is_never_sparser_than_the_codec_of_the_strategy():
 def test_a_round_is_dense_where_the_sparse_packet_is_no_smaller():
     """25 % in bf16 with indices of 20 bits take 9 bits per value: less than 32, more than the 4 of E3M0."""
     codec = tw.codecs.TopK(0.001)
-    assert tw.pieces.policy.DensityWarmup(1).at(codec, 1 << 20, 0, {}) == tw.codecs.TopK(0.25)
-    assert tw.pieces.policy.DensityWarmup(1, dense=tw.codecs.E3M0()).at(codec, 1 << 20, 0, {}) == tw.codecs.E3M0()
-    assert tw.pieces.policy.DensityWarmup(1, dense=tw.codecs.E3M0()).at(codec, 1 << 20, 1, {}) == tw.codecs.TopK(0.0625)
+    assert tw.pieces.policies.DensityWarmup(1).at(codec, 1 << 20, 0, {}) == tw.codecs.TopK(0.25)
+    assert tw.pieces.policies.DensityWarmup(1, dense=tw.codecs.E3M0()).at(codec, 1 << 20, 0, {}) == tw.codecs.E3M0()
+    assert tw.pieces.policies.DensityWarmup(1, dense=tw.codecs.E3M0()).at(codec, 1 << 20, 1, {}) == tw.codecs.TopK(
+        0.0625
+    )
     assert (
-        tw.pieces.policy.DensityWarmup(1, (1.0,)).at(tw.codecs.TopK(0.001, tw.codecs.Identity()), 1000, 0, {})
+        tw.pieces.policies.DensityWarmup(1, (1.0,)).at(tw.codecs.TopK(0.001, tw.codecs.Identity()), 1000, 0, {})
         == tw.codecs.Identity()
     )
 
@@ -112,22 +114,22 @@ def test_every_round_sends_the_bytes_of_its_due_codec():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tw.pieces.policy.DenseUntil(0), "a whole number of rounds, at least 1"),
-        (lambda: tw.pieces.policy.DenseUntil(2.5), "rounds=2.5"),
-        (lambda: tw.pieces.policy.DenseUntil(2, tw.codecs.Identity), "a Codec is needed"),
-        (lambda: tw.pieces.policy.DensityWarmup(1, ()), "densities=()"),
-        (lambda: tw.pieces.policy.DensityWarmup(1, (0.1, float("nan"))), "above 0 and at most 1"),
-        (lambda: tw.pieces.policy.DensityWarmup(1, (0.0, 1.0)), "above 0 and at most 1"),
-        (lambda: tw.pieces.policy.DensityWarmup(1, (1.0, 1.1)), "above 0 and at most 1"),
+        (lambda: tw.pieces.policies.DenseUntil(0), "a whole number of rounds, at least 1"),
+        (lambda: tw.pieces.policies.DenseUntil(2.5), "rounds=2.5"),
+        (lambda: tw.pieces.policies.DenseUntil(2, tw.codecs.Identity), "a Codec is needed"),
+        (lambda: tw.pieces.policies.DensityWarmup(1, ()), "densities=()"),
+        (lambda: tw.pieces.policies.DensityWarmup(1, (0.1, float("nan"))), "above 0 and at most 1"),
+        (lambda: tw.pieces.policies.DensityWarmup(1, (0.0, 1.0)), "above 0 and at most 1"),
+        (lambda: tw.pieces.policies.DensityWarmup(1, (1.0, 1.1)), "above 0 and at most 1"),
         (
-            lambda: tw.Strategy(codec=tw.codecs.Sign(), policy=tw.pieces.policy.DensityWarmup(1)),
+            lambda: tw.Strategy(codec=tw.codecs.Sign(), policy=tw.pieces.policies.DensityWarmup(1)),
             "sends few of the values",
         ),
-        (lambda: tw.Strategy(policy=tw.pieces.policy.DenseUntil), "a Policy is needed"),
+        (lambda: tw.Strategy(policy=tw.pieces.policies.DenseUntil), "a Policy is needed"),
         (
             lambda: tw.Strategy(
                 codec=tw.codecs.RandomK(0.1),
-                policy=tw.pieces.policy.DensityWarmup(1, (0.5,)),
+                policy=tw.pieces.policies.DensityWarmup(1, (0.5,)),
                 feedback=tw.pieces.feedback.Feedback(),
             ),
             "a contractive codec is needed",
@@ -135,7 +137,7 @@ def test_every_round_sends_the_bytes_of_its_due_codec():
         (
             lambda: tw.Strategy(
                 codec=tw.codecs.Identity(),
-                policy=tw.pieces.policy.DenseUntil(1, tw.codecs.E3M0()),
+                policy=tw.pieces.policies.DenseUntil(1, tw.codecs.E3M0()),
                 exchange=tw.exchange.AllReduce(),
             ),
             "AllReduce",
@@ -143,7 +145,7 @@ def test_every_round_sends_the_bytes_of_its_due_codec():
         (
             lambda: tw.Strategy(
                 codec=tw.codecs.E3M0(128),
-                policy=tw.pieces.policy.DenseUntil(1),
+                policy=tw.pieces.policies.DenseUntil(1),
                 exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()),
                 feedback=tw.pieces.feedback.Feedback(),
             ),
@@ -157,7 +159,7 @@ def test_invalid_settings_and_combinations_are_refused(make, message):
 
 
 def test_an_elastic_group_refuses_policies_that_count_rounds():
-    from thinwire.elastic.driver import check
+    from thinwire.drivers.elastic.driver import check
 
     with pytest.raises(tw.ConfigurationError, match="counts rounds that all have seen"):
-        check(tw.Strategy(codec=tw.codecs.TopK(), policy=tw.pieces.policy.DensityWarmup(1)))
+        check(tw.Strategy(codec=tw.codecs.TopK(), policy=tw.pieces.policies.DensityWarmup(1)))

@@ -180,7 +180,7 @@ def test_invalid_settings_and_combinations_are_refused(make, message):
 
 
 def test_an_elastic_group_refuses_the_quadratic_schedule():
-    from thinwire.elastic.driver import check
+    from thinwire.drivers.elastic.driver import check
 
     with pytest.raises(tw.ConfigurationError, match="which a new replica does not know"):
         check(METHODS["qsr"])

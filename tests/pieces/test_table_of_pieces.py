@@ -12,8 +12,8 @@ from pieces import CODECS, OUTERS, SCHEDULES, TABLE, over
 from strategies import GOSSIP, METHODS
 
 import thinwire as tw
+from thinwire.catalogue.methods import RECIPES
 from thinwire.catalogue.parsing import PIECES, parse
-from thinwire.recipes import RECIPES
 from thinwire.testing.toy import same_bits
 
 

@@ -9,7 +9,8 @@ import torch
 from pieces import FILTERS
 
 import thinwire as tw
-from thinwire.pieces.transforms import NEVER_KNOWN, said, settled
+from thinwire.pieces.filters import said, settled
+from thinwire.pieces.transforms import NEVER_KNOWN
 from thinwire.rng import Key
 from thinwire.testing.strategies import counted, counted_as_predicted
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, toy, weights
@@ -65,7 +66,7 @@ def test_filters_keep_the_claims_of_their_rows(row):
     assert {n: t.shape for n, t in a.states[0].items()} == {n: t.shape for n, t in due.items()}
     assert ("passes" in row.claims) == same_bits(torch.stack(a.estimates), signals(8))
     assert (
-        isinstance(row.piece, tw.pieces.transforms.Filter)
+        isinstance(row.piece, tw.pieces.filters.Filter)
         and row.piece.fitted(tw.codecs.Identity(), N, 1).init(0).keys() == due.keys()
     )
 
@@ -189,7 +190,7 @@ def test_rarely_sent_values_have_the_weights_of_momentum():
 
 def test_vectors_that_are_sent_whole_keep_their_momentum():
     """Vectors beside matrices are sent dense and their momentum is not cleared: they train by momentum SGD."""
-    codec = tw.codecs.Each(tw.codecs.TopK(0.1), least=20).fitted(((6, 6), (7,), (3, 3)))
+    codec = tw.lab.codecs.Each(tw.codecs.TopK(0.1), least=20).fitted(((6, 6), (7,), (3, 3)))
     line, velocity = (
         FilterChain([tw.pieces.transforms.Momentum(0.9)], tw.pieces.feedback.Feedback(), codec, n=52),
         torch.zeros(52),
@@ -339,8 +340,8 @@ def test_the_last_filter_changes_the_estimate_first():
         (lambda: tw.pieces.transforms.Settled(0.0), "0 < ratio <= 1"),
         (lambda: tw.pieces.transforms.Settled(1.1), "0 < ratio <= 1"),
         (lambda: tw.pieces.transforms.Settled(least=0), "least >= 1"),
-        (lambda: tw.codecs.Each(tw.codecs.TopK(), tw.codecs.LowRank()), "it needs the shapes"),
-        (lambda: tw.codecs.Each(tw.codecs.TopK(), least=-1), "0 or more elements are needed"),
+        (lambda: tw.lab.codecs.Each(tw.codecs.TopK(), tw.lab.codecs.LowRank()), "it needs the shapes"),
+        (lambda: tw.lab.codecs.Each(tw.codecs.TopK(), least=-1), "0 or more elements are needed"),
         (lambda: tw.pieces.inner_optimizers.SGD(1.0), "0 <= momentum < 1"),
         (lambda: tw.pieces.inner_optimizers.SGD(0.0, 0.0), "lr_factor > 0"),
         (lambda: tw.pieces.inner_optimizers.Muon(-0.1), "0 <= momentum < 1"),

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -15,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import VERBS
-from thinwire.lm.run import PARTS
-from thinwire.methods import METHODS
-from thinwire.recipes import RECIPES
+from thinwire.app.cli.verbs import verbs
+from thinwire.app.trainer.run import PARTS
+from thinwire.catalogue.methods import RECIPES
+from thinwire.lab.methods import METHODS
 
 FILES = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 OTHERS = {"bind", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "porcelain"}  # torchft's lighthouse, git
@@ -27,7 +28,7 @@ OTHERS = {"bind", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "po
 @cache
 def options():
     """The names of all options of all verbs."""
-    modules = [importlib.import_module(f"thinwire.cli.{verb}") for verb in VERBS if verb != "resume"]
+    modules = [verb.load() for name, verb in verbs().items() if name != "resume"]
     kinds = [*(module.Options for module in modules if hasattr(module, "Options")), *PARTS.values()]
     return {field.name for kind in kinds for field in dataclasses.fields(kind)} | {"seed", "help"}
 
@@ -43,7 +44,7 @@ def texts(tree):
 
 def unknown(program):
     """What a program passes and Thinwire does not know."""
-    tree, known, makers = ast.parse(program), options(), RECIPES | METHODS
+    tree, known, makers = ast.parse(program), options(), {**RECIPES, **METHODS}
     own = {
         name.value.removeprefix("--")
         for call in ast.walk(tree)
@@ -78,6 +79,41 @@ def test_benchmarks_can_be_imported():
     command = [sys.executable, "-c", program, *(file.stem for file in FILES)]
     ended = subprocess.run(command, cwd=FILES[0].parent, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_changed_bit_is_no_unchanged_run(monkeypatch):
+    """A learning rate of the outer step that is larger by its last bits in fp32 is found in the weights, and the same run twice is not."""
+    monkeypatch.syspath_prepend(str(FILES[0].parent))
+    unchanged = importlib.import_module("unchanged")
+    runs = [
+        unchanged.over_threads(unchanged.parsed(f"diloco(every=4, outer_lr={rate})"), 2)
+        for rate in ("0.7", "0.7", "0.7000001")
+    ]
+    assert not unchanged.differences(runs[0], runs[1])
+    differ = {path for path, _, _ in unchanged.differences(runs[0], runs[2])}
+    assert {"replicas › 0 › weights", "replicas › 1 › weights"} <= differ
+    assert not {path for path in differ if path.startswith("bytes")}
+
+
+def test_a_comparison_with_a_recording_names_what_differs(tmp_path):
+    """As it is run after each step: exit code 0 if nothing differs, else 1 and the path, and so for what is missing."""
+    file, command = tmp_path / "recording.json", [sys.executable, str(FILES[0].parent / "unchanged.py")]
+
+    def run(verb: str) -> subprocess.CompletedProcess[str]:
+        words = [*command, verb, str(file), "--only", "solvers"]
+        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    recorded = run("record")
+    assert recorded.returncode == 0, recorded.stderr
+    recording = json.loads(file.read_text())
+    found = recording["findings"]["solvers"]
+    same, found["dadao"] = found["dadao"], "0" * 16
+    del found["minmax"]["masha2"]
+    file.write_text(json.dumps(recording))
+    compared = run("compare")
+    assert compared.returncode == 1, compared.stderr
+    assert "solvers › dadao\n" in compared.stdout and same in compared.stdout
+    assert "solvers › minmax › masha2 › 0\n" in compared.stdout and "not there" in compared.stdout
 
 
 @pytest.mark.slow

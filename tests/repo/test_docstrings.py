@@ -13,12 +13,10 @@ import pytest
 from pages import ROOT
 from pieces import over
 
+from thinwire.catalogue.methods import NAMED
 from thinwire.catalogue.parsing import PIECES
 from thinwire.codecs import Codec, RandomK
-from thinwire.decoupled.method import DECOUPLED
 from thinwire.exchange import Exchange
-from thinwire.methods import CODISTILL, METHODS
-from thinwire.recipes import RECIPES
 
 if TYPE_CHECKING:
     from public_names import COMPOSED, DOCUMENTED, EXAMPLES, PUBLIC
@@ -170,7 +168,7 @@ def test_every_documented_name_is_checked_and_every_exemption_is_needed():
     assert len(PUBLIC) > 300
 
 
-@over("name", RECIPES | METHODS | DECOUPLED | CODISTILL)
+@over("name", NAMED)
 def test_methods_have_equation_difference_and_bytes(name):
     """Each `--strategy` docstring has an equation, a *Differs* and a *Wire* paragraph, and an example that predicts bytes."""
     text = inspect.getdoc(COMPOSED[name]) or ""
@@ -191,7 +189,7 @@ def test_pieces_have_equation_source_difference_and_bytes():
 
 def test_a_piece_that_leaves_something_out_is_reported():
     class Bare(Codec):
-        """Sends x = 3 in few bytes (a paper of 2024; docs/log.md, 2026-11-22).
+        """Sends x = 3 in few bytes (a paper of 2024; docs/experiments.md, 2026-11-22).
 
         Args:
             x: *Source*: none; *Differs*: nothing.

@@ -28,14 +28,15 @@ def test_the_map_shows_imports_and_refuses_a_circle(tmp_path):
         "ground.py": "import os",
         "middle/__init__.py": "from thinwire.ground import x",
         "middle/other.py": "from thinwire.middle import y",
-        "top.py": "from thinwire import middle\ndef f():\n    import thinwire.ground",
+        "top.py": "from thinwire import middle\nimport thinwire.ground\ndef f():\n    import thinwire.top2",
+        "top2.py": "import thinwire.top",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     graph = code_map.imports(tmp_path)
-    assert graph == {"ground": set(), "middle": {"ground"}, "top": {"middle", "ground"}}
-    assert code_map.floors(graph) == {"ground": 0, "middle": 1, "top": 2}
-    assert code_map.direct(graph) == {"ground": set(), "middle": {"ground"}, "top": {"middle"}}
+    assert graph == {"ground": set(), "middle": {"ground"}, "top": {"middle", "ground"}, "top2": {"top"}}
+    assert code_map.floors(graph) == {"ground": 0, "middle": 1, "top": 2, "top2": 3}
+    assert code_map.direct(graph) == {"ground": set(), "middle": {"ground"}, "top": {"middle"}, "top2": {"top"}}
     with pytest.raises(ValueError, match="middle → top → middle"):
         code_map.floors({"top": {"middle"}, "middle": {"top"}})
 

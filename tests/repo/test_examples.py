@@ -54,7 +54,7 @@ def test_example_01_own_loop_runs(here):
 
 @pytest.mark.slow
 def test_example_02_processes_runs():
-    """tests/lm/test_training_processes.py and tests/comm/test_carriers.py also hold that two processes over gloo agree."""
+    """tests/app/trainer/test_training_processes.py and tests/comm/test_carriers.py also hold that two processes over gloo agree."""
     sent = re.findall(r"([\d,]+) bytes sent", run("02_processes.py", "--steps", "25"))
     assert len(sent) == 2 and sent[0] == sent[1] != "0"
 
@@ -150,7 +150,7 @@ def test_example_12_own_loop_trains_over_its_hub(here, monkeypatch):
 
 @pytest.mark.slow
 def test_example_12_replicas_agree_over_a_hub():
-    """tests/comm/secure/test_reconnect.py also holds that replicas agree over a hub."""
+    """tests/net/secure/test_reconnect.py also holds that replicas agree over a hub."""
     sums = re.findall(r"replica-\d: sum of \|weights\| ([\d.]+)", run("12_own_loop_over_a_hub.py", "--steps", "25"))
     assert len(sums) == 2 and sums[0] == sums[1]
 

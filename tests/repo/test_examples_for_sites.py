@@ -17,8 +17,8 @@ import yaml
 from pages import ROOT
 from pieces import over
 
-from thinwire.cli import options
-from thinwire.cli.token import takes_token
+from thinwire.app.cli import options
+from thinwire.app.cli.token import takes_token
 from thinwire.errors import ConfigurationError
 
 SITES = ROOT / "examples/sites"
@@ -79,7 +79,7 @@ def test_thinwire_takes_each_command(file):
     text = file.read_text()
     assert commands(text), file
     for verb, *rest in commands(text):
-        asked = options.read(importlib.import_module(f"thinwire.cli.{verb}").Options, verb, rest, "")
+        asked = options.read(importlib.import_module(f"thinwire.app.cli.{verb}").Options, verb, rest, "")
         assert verb == "hub" or (asked.resume == ("--resume" in rest) and takes_token(asked.token)), (
             "others see arguments"
         )
@@ -91,7 +91,7 @@ def test_wrong_commands_are_found():
     for wrong in ("thinwire join T \\\n  --nam a", "#  thinwire hub --uzes 3", "  args: [hub, --elastik]"):
         ((verb, *rest),) = commands(wrong)
         with pytest.raises(ConfigurationError):
-            options.read(importlib.import_module(f"thinwire.cli.{verb}").Options, verb, rest, "")
+            options.read(importlib.import_module(f"thinwire.app.cli.{verb}").Options, verb, rest, "")
 
 
 def test_systemd_takes_the_units(tmp_path):

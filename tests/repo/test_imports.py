@@ -25,9 +25,9 @@ def loaded(code: str) -> set[str]:
             "import thinwire.comm, thinwire.codecs, thinwire.testing; thinwire.Replica; thinwire.streaming_diloco()",
             {"torch", "numba"},
         ),
-        ("from thinwire.comm.secure import Hub", {"grpc", "cryptography"}),  # the machine of a hub needs no more
-        ("import thinwire.cli.hub, thinwire.cli.lighthouse", {"grpc", "cryptography", "rich", "tyro"}),
-        ("import thinwire.cli.top", {"rich", "tyro", "plotly"}),
+        ("from thinwire.net import Hub", {"grpc", "cryptography"}),  # the machine of a hub needs no more
+        ("import thinwire.app.cli.hub, thinwire.app.cli.lighthouse", {"grpc", "cryptography", "rich", "tyro"}),
+        ("import thinwire.app.cli.top", {"rich", "tyro", "plotly"}),
     ],
 )
 def test_imports_load_only_the_heavy_packages_that_they_need(code, may):

@@ -1,4 +1,4 @@
-"""Every recipe and method has one page, all pages have one shape, and their settings, bytes and refusals are those of the code."""
+"""Every recipe and method has one page, whose settings and bytes are those of the code."""
 
 from __future__ import annotations
 
@@ -7,39 +7,26 @@ import inspect
 import json
 import math
 import re
-import shlex
 
 import pytest
 import recipes
 import tables
 from pages import ROOT, commands
 
-from thinwire import methods
-from thinwire.catalogue.parsing import PIECES, parse
-from thinwire.cli import options, train
-from thinwire.errors import ConfigurationError
-from thinwire.recipes import RECIPES
+from thinwire.catalogue.methods import RECIPES
+from thinwire.lab import methods
 
 NAMED = recipes.NAMED
 METHOD_PAGES = sorted((ROOT / "docs/methods").glob("*.md"))
 BESIDE = {name: getattr(methods, name) for name in methods.__all__}  # these have a page, but are no `--strategy`
-SECTIONS = ["Source", "What differs", "On the wire", "Memory and cost", "Settings", "Use", "Refused", "Measured"]
 
 each_page = pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)
 
 
-def section(page, name):
-    found = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", page.read_text(), re.DOTALL | re.MULTILINE)
-    assert found, f"{page.name} has no ## {name}"
-    return found[1]
-
-
-def rows(page, name):
-    """Returns the cells of a section's first table, without its header."""
-    lines = (
-        next(part for part in section(page, name).split("\n\n") if part.lstrip().startswith("|")).strip().splitlines()
-    )
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+def paragraph(page, begin):
+    """Returns the paragraph of a page that begins with this, in one line."""
+    found = next(part for part in page.read_text().split("\n\n") if part.startswith(begin))
+    return re.sub(r"\s+", " ", found)
 
 
 # ---- which pages there are
@@ -55,7 +42,7 @@ def test_every_name_has_exactly_one_page():
 def test_blocks_use_the_names_of_their_page(page):
     ours = [name for name in recipes.title(page) if name in NAMED]
     found = {kind: names.split() for _, kind, names, _ in recipes.BLOCK.findall(page.read_text())}
-    assert found == ({"wire": ours, "measured": ours} if ours else {})
+    assert found == ({"numbers": ours} if ours else {})
 
 
 def test_every_name_is_used_in_a_command():
@@ -71,35 +58,22 @@ def test_every_name_is_used_in_a_command():
 
 @each_page
 def test_settings_on_a_page_are_those_of_the_signature(page):
-    """The table names each setting of each name on the page, with its default as one would write it."""
-    told = {re.match(r"`(\w+)`", cells[0])[1]: cells[1] for cells in rows(page, "Settings")}
+    """The paragraph names each setting of each name on the page, with its default as one would write it, and no other setting."""
+    said = paragraph(page, "**Settings**").split("]: ", 1)[1]
     due = {}
     for name in recipes.title(page):
         for setting in inspect.signature((NAMED | BESIDE)[name]).parameters.values():
             default = setting.default
             if default is dataclasses._HAS_DEFAULT_FACTORY:
                 default = getattr(BESIDE[name](step=0.1), setting.name)
-            required = default is inspect.Parameter.empty
-            due.setdefault(setting.name, set()).add("–" if required else f"`{tables.repr_without_defaults(default)}`")
-    assert set(told) == set(due)
+            written = [] if default is inspect.Parameter.empty else [tables.repr_without_defaults(default)]
+            due.setdefault(setting.name, set()).update(written)
     for name, defaults in due.items():
-        assert all(default in told[name] for default in defaults), (name, defaults)
-
-
-@each_page
-def test_refusals_on_a_page_are_those_of_the_code(page):
-    """A row has a command or a call, and the message of its error."""
-    for given, said in rows(page, "Refused"):
-        given = given.strip("`")
-        if given.startswith("thinwire train"):
-            with pytest.raises(ConfigurationError) as caught:
-                options.read(train.Options, "train", shlex.split(given)[2:], "")
-            told = re.sub(r"\s+", " ", str(caught.value))
-        else:
-            with pytest.raises(ConfigurationError) as caught:
-                parse(given, PIECES | NAMED | BESIDE)
-            told = str(caught.value)
-        assert said.replace("\\|", "|") in told, told
+        parts = (
+            [f"`{name}={next(iter(defaults))}`"] if len(defaults) == 1 else [f"`{part}`" for part in (name, *defaults)]
+        )
+        assert all(part in said for part in parts), parts
+    assert {name for name in re.findall(r"`(\w+)=[^`]*`", said.split("**")[0])} <= set(due)
 
 
 def test_summaries_are_short_and_complete():
@@ -128,15 +102,15 @@ def test_the_formula_of_bytes_in_a_docstring_gives_the_bytes(name):
 # ---- what is filled in
 
 
-def test_the_table_of_bytes_is_that_of_the_strategies():
-    lines = recipes.wire(["outer_dgc", "qsr", "just_one_byte"]).splitlines()
+def test_the_table_of_bytes_is_that_of_the_strategies(tmp_path):
+    lines = recipes.numbers(["outer_dgc", "qsr", "just_one_byte"], tmp_path, "").splitlines()
     strategy, shapes = RECIPES["outer_dgc"](), [fragment.shapes for fragment in recipes.fragments("outer_dgc")]
     late, first = (strategy.nbytes_per_period(shapes, 2, number) for number in (1000, 0))
     assert lines[2].startswith(f"| `outer_dgc` | {late:,} in 30 steps | ")
     assert lines[3].startswith(f"| `outer_dgc`, round 0 | {first:,} in 30 steps | ")
     assert any(re.match(r"\| `qsr` \| [\d,]+ in 4 steps \| ≤ 8 \|", line) for line in lines)
-    assert "| `just_one_byte` | 52 in a step | 0.000844 | 0 |" in lines and lines[-1].startswith("*Predicted")
-    bounds = recipes.wire(["plexus", "codistill", "decoupled_diloco"])
+    assert "| `just_one_byte` | 52 in a step | 0.000844 | 0 |" in lines and lines[-1].startswith("*Predicted: ")
+    bounds = recipes.numbers(["plexus", "codistill", "decoupled_diloco"], tmp_path, "")
     assert bounds.count(" ≤ ") == 2 and re.search(r"\| `decoupled_diloco` \| .* \| 16 \|", bounds)
 
 
@@ -150,25 +124,25 @@ def test_the_table_of_measurements_marks_old_and_missing_rows(tmp_path):
     result = {"word": "measured", "date": "2026-11-21T00:00:00+00:00", "commit": "0123456789", "rows": found}
     result |= {"setting": {"model": "nano", "steps": 500, "replicas": 2}, "machine": {"cpu": " A CPU", "cores": 2}}
     path = tmp_path / recipes.FAMILY
-    assert recipes.measured(["ef14"], tmp_path, "") == f"*Not measured yet: there is no `{recipes.FAMILY}`.*"
+    assert recipes.numbers(["ef14"], tmp_path, "").endswith("Loss: not measured yet.*")
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(result))
-    lines = recipes.measured(["data_parallel", "ef14", "ef21", "econtrol"], tmp_path, "../../").splitlines()
-    assert lines[2:6] == [
-        "| `data_parallel` | 1.5000 ± 0.0100 | control | 32 | 3 |",
-        "| `ef14` † | 1.5300 ± 0.0100 | +2.00% | 32 | 3 |",
-        "| `ef21` | nan ± 0.0100 | – | 32 | 3 |",
-        "| `econtrol` | not measured yet | – | – | – |",
+    lines = recipes.numbers(["data_parallel", "ef14", "ef21", "econtrol"], tmp_path, "../../").splitlines()
+    assert [line.split(" | ", 4)[4] for line in lines[2:6]] == [
+        "1.5000 ± 0.0100 | control | 3 |",
+        "1.5300 ± 0.0100 † | +2.00% | 3 |",
+        "nan ± 0.0100 | – | 3 |",
+        "not measured yet |  |  |",
     ]
-    assert lines[7].startswith("*Measured, 2026-11-21: model `nano`, 500 steps, 2 replicas, defaults;")
-    assert "commit 0123456, A CPU, 2 cores." in lines[7] and lines[7].endswith("[family.md](../../docs/family.md).*")
-    assert lines[-1].startswith("† Before its defaults")
-    assert recipes.measured(["econtrol"], tmp_path, "").startswith("*Not measured yet: ")
+    assert " Measured, 2026-11-21: model `nano`, 500 steps, 2 replicas, defaults;" in lines[-1]
+    assert "commit 0123456, A CPU, 2 cores. [All methods](../../docs/family.md)." in lines[-1]
+    assert lines[-1].endswith("†: before its defaults became what they are today.*")
+    assert recipes.numbers(["econtrol"], tmp_path, "").endswith("Loss: not measured yet.*")
     # each beside its own control
     more = [
         found[0] | {"eval_loss": 2.0},
         found[0] | {"strategy": "econtrol", "eval_loss": 2.2},
     ]
     (tmp_path / recipes.DEFAULTS).write_text(json.dumps(result | {"rows": more}))
-    assert "| +10.00% |" in recipes.measured(["econtrol"], tmp_path, "")
-    assert recipes.measured(["data_parallel"], tmp_path, "").splitlines()[2] == lines[2]
+    assert "| +10.00% |" in recipes.numbers(["econtrol"], tmp_path, "")
+    assert "| 1.5000 ± 0.0100 | control |" in recipes.numbers(["data_parallel"], tmp_path, "").splitlines()[2]

@@ -15,14 +15,14 @@ from pages import PAGES, ROOT, blocks, commands
 from pieces import over
 from torch.distributed.run import get_args_parser
 
-from thinwire.cli import VERBS, options
-from thinwire.cli.plan.command import BESIDE
-from thinwire.cli.simulate.command import STUDIES
+from thinwire.app.cli import options
+from thinwire.app.cli.verbs import verbs
+from thinwire.app.records.units import text_of_rate
+from thinwire.app.trainer.run import Run
+from thinwire.catalogue.methods import RECIPES
 from thinwire.codecs import E3M0
 from thinwire.errors import ConfigurationError
-from thinwire.lm.run import Run
-from thinwire.recipes import RECIPES
-from thinwire.records.units import text_of_rate
+from thinwire.lab.cli.simulate.command import STUDIES
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -38,7 +38,7 @@ def elsewhere(tmp_path, monkeypatch):
 def check_thinwire(arguments: list[str], folder: Path) -> None:
     """Checks that the verb exists and takes these options, after creating the run files that the command names."""
     verb, *rest = arguments
-    assert verb in VERBS
+    assert verb in verbs()
     if verb == "resume":
         verb, rest = "train", ["--resume", "--out", *rest]
     for place, argument in enumerate(rest):
@@ -52,13 +52,14 @@ def check_thinwire(arguments: list[str], folder: Path) -> None:
         if file is not None:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             Run().save(folder / file)
-    if verb == "plan" and rest[0] in BESIDE:
+    if verb == "plan" and f"plan.{rest[0]}" in verbs():
         verb, *rest = f"plan.{rest[0]}", *rest[1:]
     if verb == "simulate":
         study, *rest = rest
         assert study in STUDIES
-        verb = f"simulate.{study}"
-    module = importlib.import_module(f"thinwire.cli.{verb}")
+        module = importlib.import_module(f"thinwire.lab.cli.simulate.{study}")
+    else:
+        module = verbs()[verb].load()
     if rest == ["--help"]:
         return
     asked = options.read(module.Options, verb, rest, "")
@@ -196,7 +197,7 @@ def test_the_tree_names_every_package():
 
 
 def test_every_example_is_on_a_page():
-    pages = "".join(page.read_text() for page in PAGES if page.name not in ("log.md", "CHANGELOG.md"))
+    pages = "".join(page.read_text() for page in PAGES if page.name != "CHANGELOG.md")
     assert not [path.name for path in ROOT.glob("examples/*.py") if f"examples/{path.name}" not in pages]
 
 

@@ -18,10 +18,9 @@ from pages import ROOT
 from pieces import over
 
 import thinwire
-from thinwire.cli import VERBS
-from thinwire.cli.plan.command import BESIDE
-from thinwire.cli.simulate.command import STUDIES
-from thinwire.lm.run import PART_OF, PARTS, Run
+from thinwire.app.cli.verbs import verbs
+from thinwire.app.trainer.run import PART_OF, PARTS, Run
+from thinwire.lab.cli.simulate.command import STUDIES
 
 if TYPE_CHECKING:
     from public_names import DOCUMENTED
@@ -103,8 +102,9 @@ def test_the_options_of_a_run_are_exactly_those_listed():
 
 def options_of(command: str) -> type:
     """Returns the class with the options of a verb, or of a part of one."""
-    module = command.replace(" ", ".")
-    kind: type = importlib.import_module(f"thinwire.cli.{module}").Options
+    verb, _, study = command.partition(" ")
+    found = verbs()[command.replace(" ", ".") if verb == "plan" else verb].load()
+    kind: type = (importlib.import_module(f"{found.__name__}.{study}") if verb == "simulate" else found).Options
     return kind
 
 
@@ -124,17 +124,18 @@ def test_every_option_is_explained(command, capsys):
 
 def test_verbs_equal_those_on_the_pages():
     tree = (ROOT / "README.md").read_text()
-    assert set(VERBS) == {command.split()[0] for command in OPTIONS}
-    beside = {f"simulate {study}" for study in STUDIES} | {f"plan {name}" for name in BESIDE}
+    there = {name.replace(".", " ") for name in verbs()}
+    assert {name for name in there if " " not in name} == {command.split()[0] for command in OPTIONS}
+    beside = {f"simulate {study}" for study in STUDIES} | {name for name in there if " " in name}
     assert beside == {command for command in OPTIONS if " " in command}
-    assert all(f"thinwire {verb}" in tree for verb in VERBS)
+    assert all(f"thinwire {verb}" in tree for verb in there if " " not in verb)
 
 
 def test_examples_in_docstrings_run():
     bridges = {
         "thinwire.integrations.torchtitan": "torchtitan",
-        "thinwire.report.trackers.mlflow": "mlflow",
-        "thinwire.report.trackers.wandb": "wandb",
+        "thinwire.app.report.trackers.mlflow": "mlflow",
+        "thinwire.app.report.trackers.wandb": "wandb",
     }
     # the dev extra does not install every bridge's library
     here = [n for n in MODULES if n not in bridges or importlib.util.find_spec(bridges[n])]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Identity
+from thinwire.exchange.products import inner_products
 from thinwire.pieces.aggregate import Aggregate, Values
-from thinwire.pieces.products import inner_products
 from thinwire.rng import Key
 
 

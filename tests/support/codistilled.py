@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.comm import Group
-from thinwire.methods import Codistill, codistill
-from thinwire.methods.codistill import Talking
+from thinwire.lab.methods import Codistill, codistill
+from thinwire.lab.methods.codistill import Talking
 from thinwire.testing.toy import fill, weights
 
 VOCABULARY, PROBE = 12, 6

@@ -156,7 +156,7 @@ def resumed(group: Any) -> list[bool]:
     return same
 
 
-CUT = tw.recipes.d_psgd(topology=tw.topology.Cut(tw.topology.Ring(), 4, 12))
+CUT = tw.lab.recipes.d_psgd(topology=tw.lab.topology.Cut(tw.lab.topology.Ring(), 4, 12))
 
 
 def healed(rank: int) -> Journey:

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire import checkpoint
 from thinwire.comm.group import Group, Transfer
-from thinwire.elastic.driver import ElasticDriver
+from thinwire.drivers.elastic.driver import ElasticDriver
+from thinwire.drivers.handshake import digest
 from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
 from thinwire.membership.rendezvous import Rendezvous
-from thinwire.runtime.handshake import digest
 
 NAMES = "abcd"
 UNIT = 12.0  # is whole after division by 1, 2, 3 or 4 members
@@ -134,10 +134,10 @@ def save(folder: Path, replica: tw.Replica, log: DurableLog, full: bool) -> None
 def rendezvous(address: str, name: str, folder: Path, listen: str = "") -> Rendezvous:
     if not address.startswith("tw1."):
         return LighthouseRendezvous(address)
-    from thinwire.comm.secure import Token
-    from thinwire.comm.secure.enrol import Enrolment
-    from thinwire.comm.secure.listening import Listen
-    from thinwire.membership.hub import HubRendezvous
+    from thinwire.net import Token
+    from thinwire.net.enrol import Enrolment
+    from thinwire.net.listening import Listen
+    from thinwire.net.rendezvous import HubRendezvous
 
     at = Listen.parse(*listen.split()) if listen else None
     return HubRendezvous(Enrolment(Token.read(address), name, folder / "keys"), listen=at)

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 import thinwire as tw
+from thinwire.drivers.handshake import digest
 from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
-from thinwire.runtime.handshake import digest
 
 QUICK = Timeouts(
     heartbeat_interval=0.5, heartbeat_timeout=1.5, grace=1.0, connect=5.0, transfer=5.0, vote=7.0, view=20.0

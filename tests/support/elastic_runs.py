@@ -11,12 +11,12 @@ import pytest
 import torch
 from inline import Inline
 
-from thinwire.elastic import round_thread
+from thinwire.app.trainer import launch, run_folder, trainer
+from thinwire.app.trainer.member import MemberSpec
+from thinwire.app.trainer.place import ElasticPlace
+from thinwire.app.trainer.run import Run
+from thinwire.drivers.elastic import round_thread
 from thinwire.exchange import send_queue
-from thinwire.lm import launch, run_folder, trainer
-from thinwire.lm.member import MemberSpec
-from thinwire.lm.place import ElasticPlace
-from thinwire.lm.run import Run
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 
 NAMES = ("replica-0", "replica-1", "replica-2")

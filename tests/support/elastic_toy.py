@@ -21,17 +21,16 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.data_ledger import LeasedReader
-from thinwire.elastic.driver import ElasticDriver
-from thinwire.elastic.messages import Outcome, Ready
-from thinwire.elastic.plan import RoundPlan
+from thinwire.drivers.base import Training
+from thinwire.drivers.elastic.driver import ElasticDriver
+from thinwire.drivers.elastic.messages import Outcome, Ready
+from thinwire.drivers.elastic.plan import RoundPlan
+from thinwire.drivers.fragment import FragmentState, first_state
 from thinwire.exchange import send_queue
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import View
 from thinwire.pieces.schedule import Calendar
-from thinwire.runtime.driver import Training
-from thinwire.runtime.first_state import first_state
-from thinwire.runtime.fragment_state import FragmentState
 from thinwire.types import Observer
 
 SIZES = (5, 3)

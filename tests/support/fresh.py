@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from thinwire.pieces.own_files import _DIGEST
+from thinwire.pieces.piece import DIGEST_OF_FILE
 
 
 def forget_own_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Removes the modules of users' files; the next use reads and checks the file."""
-    own = [name for name, module in sys.modules.items() if hasattr(module, _DIGEST)]
+    own = [name for name, module in sys.modules.items() if hasattr(module, DIGEST_OF_FILE)]
     assert own, "no file was in memory"
     for name in own:
         monkeypatch.delitem(sys.modules, name)

@@ -22,13 +22,13 @@ STEPS, WORLD = 10, 2
 STRATEGIES = {
     "identity": tw.data_parallel(),
     "identity, all-reduced": tw.data_parallel(exchange=tw.exchange.AllReduce()),
-    "dgc": tw.recipes.dgc(
-        clip=0.0, codec=tw.codecs.Each(tw.codecs.TopK(0.1), least=10), policy=tw.pieces.policy.Constant()
+    "dgc": tw.lab.recipes.dgc(
+        clip=0.0, codec=tw.lab.codecs.Each(tw.codecs.TopK(0.1), least=10), policy=tw.pieces.policy.Constant()
     ),
-    "one_bit_adam": tw.recipes.one_bit_adam(clip=0.0, freeze=4, codec=tw.codecs.Sign("l2", 16)),
-    "ef21": tw.recipes.ef21(codec=tw.codecs.TopK(0.1)),
-    "power_sgd": tw.recipes.power_sgd(rank=1),
-    "qsgd": tw.recipes.qsgd(),
+    "one_bit_adam": tw.lab.recipes.one_bit_adam(clip=0.0, freeze=4, codec=tw.codecs.Sign("l2", 16)),
+    "ef21": tw.lab.recipes.ef21(codec=tw.codecs.TopK(0.1)),
+    "power_sgd": tw.lab.recipes.power_sgd(rank=1),
+    "qsgd": tw.lab.recipes.qsgd(),
 }
 POISONED = "poisoned"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from group_laws import free_port
 
-from thinwire.comm.secure import Token, invite
+from thinwire.net import Token, invite
 
 
 class HubProcess:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.methods import METHODS, Attached, Masha1, Method, Saddle, ZerothOrder, saddle
+from thinwire.lab.methods import METHODS, Attached, Masha1, Method, Saddle, ZerothOrder, saddle
 from thinwire.testing.toy import batch, toy, weights
 
 LOOPS: dict[str, Method] = {

@@ -53,10 +53,10 @@ PRELOADED = (
 # Tests outside tests/<package> that also test modules of the package.
 ALSO = {
     "codecs": ("laws/test_recorded_results.py", "pieces/test_aggregates.py", "pieces/test_table_of_pieces.py"),
-    "exchange": ("laws/test_gossip.py", "pieces/test_aggregates.py"),
-    "pieces": ("lm/test_own_pieces.py",),
+    "exchange": ("lab/gossip/test_laws.py", "pieces/test_aggregates.py"),
+    "pieces": ("app/trainer/test_own_pieces.py",),
     "runtime": (
-        "laws/test_gossip.py",
+        "lab/gossip/test_laws.py",
         "laws/test_recorded_results.py",
         "laws/test_unlike_processors.py",
         "test_checkpoint.py",

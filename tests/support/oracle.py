@@ -1,7 +1,7 @@
 """A slow simulator, the oracle for the fast one: it processes one event and one message at a time, in order of time.
 
 A heap holds (time, number, generator). Every replica is a generator that yields until when it computes, or what it
-waits for. It shares only the scenario with thinwire.simulate: no stragglers, failures, outages or jitter.
+waits for. It shares only the scenario with thinwire.lab.simulate: no stragglers, failures, outages or jitter.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from thinwire.exchange import Direct
+from thinwire.lab.simulate.scenario import Scenario
 from thinwire.pieces.schedule import Calendar
-from thinwire.simulate.scenario import Scenario
 from thinwire.strategy import Gradients, Strategy
 
 

@@ -1,4 +1,4 @@
-"""Two jobs of a user, and small runs that train them; the fixture `here` of tests/jobs writes their files."""
+"""Two jobs of a user, and small runs that train them; the fixture `here` of tests/app/jobs writes their files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.cli import main
-from thinwire.records.run_record import RunRecord
+from thinwire.app.cli import main
+from thinwire.app.records.run_record import RunRecord
 
 JOB = '''\
 """Points on a plane, and which side of a line they lie on."""

@@ -124,9 +124,9 @@ CODECS = [
     *(
         row(codec, "idempotent", "local", *claims, error=codec.block / 2 / (2**codec.bits - 1) ** 2)
         for codec, claims in (
-            (tw.codecs.Levels(4, 64), ("contractive",)),
-            (tw.codecs.Levels(3, 8), ("contractive",)),
-            (tw.codecs.Levels(1, 8), ()),
+            (tw.lab.codecs.Levels(4, 64), ("contractive",)),
+            (tw.lab.codecs.Levels(3, 8), ("contractive",)),
+            (tw.lab.codecs.Levels(1, 8), ()),
         )
     ),
     row(tw.codecs.Sign(), "contractive", error=1.0),
@@ -140,7 +140,7 @@ CODECS = [
     row(tw.codecs.RandomK(0.25, tw.codecs.Identity()), "odd", "unbiased", "shared", error=9.0),
     row(tw.codecs.RandomK(1.0, tw.codecs.Identity()), "exact", "odd", "contractive", "idempotent"),
     row(tw.codecs.RandomK(0.5, tw.codecs.Int(8, 32, "fp32", "stochastic")), "odd", "unbiased", error=4.0),
-    row(tw.codecs.OverSenders(tw.codecs.TopK(0.3)), "odd", "contractive", "idempotent", "refuses", error=1.0),
+    row(tw.lab.codecs.OverSenders(tw.codecs.TopK(0.3)), "odd", "contractive", "idempotent", "refuses", error=1.0),
     row(tw.codecs.Codebook(), "contractive", error=1.0),
     row(tw.codecs.ChunkedTopK(60, 7, tw.codecs.Codebook()), "contractive", "refuses", error=1.0),
     row(tw.codecs.DCT(tw.codecs.Identity()), "odd", "contractive", error=1e-12),
@@ -164,31 +164,40 @@ CODECS = [
         "refuses",
         error=1.0,
     ),
-    row(tw.codecs.LowRank(), "exact", "odd", "contractive", "idempotent"),  # no shape is known, so nothing is a matrix
-    row(tw.codecs.LowRank(1, shapes=MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
-    row(tw.codecs.LowRank(3, 2, tw.codecs.E2M1(8), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
-    row(tw.codecs.LowRank(2, 1, tw.codecs.Cast(), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
     row(
-        tw.codecs.Each(tw.codecs.RandomK(0.5, tw.codecs.Identity()), tw.codecs.Identity(), 20, MATRICES),
+        tw.lab.codecs.LowRank(), "exact", "odd", "contractive", "idempotent"
+    ),  # no shape is known, so nothing is a matrix
+    row(tw.lab.codecs.LowRank(1, shapes=MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
+    row(tw.lab.codecs.LowRank(3, 2, tw.codecs.E2M1(8), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
+    row(tw.lab.codecs.LowRank(2, 1, tw.codecs.Cast(), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
+    row(
+        tw.lab.codecs.Each(tw.codecs.RandomK(0.5, tw.codecs.Identity()), tw.codecs.Identity(), 20, MATRICES),
         "odd",
         "unbiased",
         "shared",
         error=4.0,
     ),
     # No shape is known, so nothing is a matrix.
-    row(tw.codecs.Each(tw.codecs.Sign()), "exact", "odd", "contractive", "idempotent"),
-    row(tw.codecs.Each(tw.codecs.TopK(0.3), shapes=MATRICES), "odd", "contractive", "idempotent", "refuses", error=1.0),
-    row(tw.codecs.Each(tw.codecs.Sign(), tw.codecs.Cast(), 30, MATRICES), "contractive", error=1.0),
-    row(tw.codecs.Each(tw.codecs.Int(4, 8, "fp32", "stochastic"), shapes=MATRICES), "odd", "unbiased", error=4.0),
+    row(tw.lab.codecs.Each(tw.codecs.Sign()), "exact", "odd", "contractive", "idempotent"),
     row(
-        tw.codecs.Each(
+        tw.lab.codecs.Each(tw.codecs.TopK(0.3), shapes=MATRICES),
+        "odd",
+        "contractive",
+        "idempotent",
+        "refuses",
+        error=1.0,
+    ),
+    row(tw.lab.codecs.Each(tw.codecs.Sign(), tw.codecs.Cast(), 30, MATRICES), "contractive", error=1.0),
+    row(tw.lab.codecs.Each(tw.codecs.Int(4, 8, "fp32", "stochastic"), shapes=MATRICES), "odd", "unbiased", error=4.0),
+    row(
+        tw.lab.codecs.Each(
             tw.codecs.Sign(), shapes=MATRICES, chosen=(tw.codecs.E3M0(8), tw.codecs.Sign(), tw.codecs.Int(8))
         ),
         "contractive",
         error=1.0,
     ),
     *(
-        row(tw.codecs.Levelled(codecs, level), "refuses", *claims, error=error)
+        row(tw.lab.codecs.Levelled(codecs, level), "refuses", *claims, error=error)
         for codecs, level, claims, error in (
             (
                 (tw.codecs.Int(8), tw.codecs.E3M0(32)),
@@ -200,7 +209,7 @@ CODECS = [
         )
     ),
     *(
-        row(tw.codecs.Entropy(inner), "refuses", *claims, error=error)
+        row(tw.lab.codecs.Entropy(inner), "refuses", *claims, error=error)
         for inner, claims, error in (
             (tw.codecs.Identity(), ("exact", "odd", "contractive", "idempotent"), 0.0),
             (tw.codecs.Cast(), ("odd", "contractive", "idempotent"), 2.0**-16),
@@ -209,9 +218,9 @@ CODECS = [
             (tw.codecs.Sign(), ("contractive",), 1.0),
             (tw.codecs.TopK(0.05, tw.codecs.E3M0(32)), ("odd", "contractive"), 1.0),
             (tw.codecs.ChunkedTopK(60, 7), ("odd", "contractive", "idempotent"), 1.0),
-            (tw.codecs.OverSenders(tw.codecs.ChunkedTopK(60, 7, tw.codecs.Codebook())), ("contractive",), 1.0),
+            (tw.lab.codecs.OverSenders(tw.codecs.ChunkedTopK(60, 7, tw.codecs.Codebook())), ("contractive",), 1.0),
             (tw.codecs.RandomK(0.25, tw.codecs.Identity()), ("odd", "unbiased", "shared"), 9.0),
-            (tw.codecs.Each(tw.codecs.TopK(0.3), shapes=MATRICES), ("odd", "contractive", "idempotent"), 1.0),
+            (tw.lab.codecs.Each(tw.codecs.TopK(0.3), shapes=MATRICES), ("odd", "contractive", "idempotent"), 1.0),
             (
                 tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(16, 3), 4, axes=2), 4, MATRICES),
                 ("odd", "contractive"),
@@ -263,21 +272,21 @@ EXCHANGES = [
     row(tw.exchange.TwoShot(), "rank order"),
     row(tw.exchange.TwoShot(tw.pieces.feedback.Feedback()), "rank order"),
     row(tw.exchange.AllReduce(), "rank order"),
-    row(tw.exchange.Star(), "rank order"),
-    row(tw.exchange.Star(1, tw.pieces.feedback.Feedback()), "rank order"),
+    row(tw.lab.star.exchange.Star(), "rank order"),
+    row(tw.lab.star.exchange.Star(1, tw.pieces.feedback.Feedback()), "rank order"),
     row(tw.exchange.Hierarchy((2, 1))),
     row(tw.exchange.Hierarchy(((3, 0), (2, 1)))),
     row(tw.exchange.Hierarchy((1, 1, 3), tw.pieces.feedback.Feedback())),
     row(tw.exchange.Hierarchy((4,))),
-    row(tw.exchange.Fastest("20mbit,40ms"), "rank order"),
-    row(tw.exchange.Fastest("1mbit", (tw.exchange.TwoShot(), tw.exchange.Direct())), "rank order"),
+    row(tw.lab.fastest.Fastest("20mbit,40ms"), "rank order"),
+    row(tw.lab.fastest.Fastest("1mbit", (tw.exchange.TwoShot(), tw.exchange.Direct())), "rank order"),
 ]
 AGGREGATES = [row(tw.pieces.aggregate.Mean(), "linear"), row(tw.pieces.aggregate.MeanOverSenders())]
 SIGNALS = [row(tw.strategy.Deltas()), row(tw.strategy.Gradients())]
-# tests/pieces/test_privacy.py holds its own laws
+# tests/lab/test_privacy.py holds its own laws
 PRIVACIES = [
-    row(tw.pieces.privacy.Privacy()),
-    row(tw.pieces.privacy.Privacy(0.25, 10.0, 1e-6)),
+    row(tw.lab.privacy.Privacy()),
+    row(tw.lab.privacy.Privacy(0.25, 10.0, 1e-6)),
 ]
 FEEDBACKS = [
     row(tw.pieces.feedback.Feedback(), "conserves"),
@@ -288,13 +297,13 @@ FEEDBACKS = [
 ]
 POLICIES = [
     row(tw.pieces.policy.Constant()),
-    row(tw.pieces.policy.DenseLast()),
-    row(tw.pieces.policy.DenseUntil(3)),
-    row(tw.pieces.policy.DenseUntil(1, tw.codecs.Cast())),
-    row(tw.pieces.policy.DensityWarmup(2)),
-    row(tw.pieces.policy.DensityWarmup(1, (0.9, 0.5), tw.codecs.Cast("fp16"))),
-    row(tw.pieces.lgreco.LGreCo(), "decides"),
-    row(tw.pieces.lgreco.LGreCo((tw.codecs.Int(2, 4), tw.codecs.Int(8)), 2.0, 3), "decides"),
+    row(tw.pieces.policies.DenseLast()),
+    row(tw.pieces.policies.DenseUntil(3)),
+    row(tw.pieces.policies.DenseUntil(1, tw.codecs.Cast())),
+    row(tw.pieces.policies.DensityWarmup(2)),
+    row(tw.pieces.policies.DensityWarmup(1, (0.9, 0.5), tw.codecs.Cast("fp16"))),
+    row(tw.lab.gradients.lgreco.LGreCo(), "decides"),
+    row(tw.lab.gradients.lgreco.LGreCo((tw.codecs.Int(2, 4), tw.codecs.Int(8)), 2.0, 3), "decides"),
 ]
 # `passes` (with a codec that drops nothing, the estimate is the mean of the signals), `agreed` (its state is the same on all replicas)
 FILTERS = [
@@ -307,19 +316,40 @@ FILTERS = [
     row(tw.pieces.transforms.Signs(), "agreed"),
 ]
 TOPOLOGIES = [
-    *(row(tw.topology.Complete()), row(tw.topology.Ring()), row(tw.topology.Mesh()), row(tw.topology.Torus(2))),
-    *(row(tw.topology.Exponential()), row(tw.topology.OnePeerExponential()), row(tw.topology.RandomPairs())),
-    *(row(tw.topology.RandomGroups(4)), row(tw.topology.MoshpitGrid(2)), row(tw.topology.MoshpitGrid())),
-    *(row(tw.topology.RandomRegular(3)), row(tw.topology.ErdosRenyi(0.9)), row(tw.topology.BarabasiAlbert(2))),
-    row(tw.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)))),
-    row(tw.topology.Cut(tw.topology.Ring(), 2, 4)),
+    *(
+        row(tw.lab.topology.Complete()),
+        row(tw.lab.topology.Ring()),
+        row(tw.lab.topology.Mesh()),
+        row(tw.lab.topology.Torus(2)),
+    ),
+    *(
+        row(tw.lab.topology.Exponential()),
+        row(tw.lab.topology.OnePeerExponential()),
+        row(tw.lab.topology.RandomPairs()),
+    ),
+    *(row(tw.lab.topology.RandomGroups(4)), row(tw.lab.topology.MoshpitGrid(2)), row(tw.lab.topology.MoshpitGrid())),
+    *(
+        row(tw.lab.topology.RandomRegular(3)),
+        row(tw.lab.topology.ErdosRenyi(0.9)),
+        row(tw.lab.topology.BarabasiAlbert(2)),
+    ),
+    row(tw.lab.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)))),
+    row(tw.lab.topology.Cut(tw.lab.topology.Ring(), 2, 4)),
 ]
 RULES = [
-    *(row(tw.pieces.gossip.AdaptThenCombine()), row(tw.pieces.gossip.CombineThenAdapt())),
-    *(row(tw.pieces.gossip.NoLoCo()), row(tw.pieces.gossip.NoLoCo(0.3, 0.7, 0.5)), row(tw.pieces.gossip.Choco())),
-    *(row(tw.pieces.gossip.PushSum()), row(tw.pieces.gossip.Tracking()), row(tw.pieces.mgs.MGS(steps=2))),
-    *(row(tw.pieces.trust.Bristle()), row(tw.pieces.trust.SybilWall()), row(tw.pieces.trust.SybilWall(64, 1, 2.0))),
-    row(tw.pieces.gasloc.GASLoC(0.5)),
+    *(row(tw.lab.gossip.rules.AdaptThenCombine()), row(tw.lab.gossip.rules.CombineThenAdapt())),
+    *(
+        row(tw.lab.gossip.rules.NoLoCo()),
+        row(tw.lab.gossip.rules.NoLoCo(0.3, 0.7, 0.5)),
+        row(tw.lab.gossip.rules.Choco()),
+    ),
+    *(row(tw.lab.gossip.rules.PushSum()), row(tw.lab.gossip.rules.Tracking()), row(tw.lab.gossip.mgs.MGS(steps=2))),
+    *(
+        row(tw.lab.gossip.trust.Bristle()),
+        row(tw.lab.gossip.trust.SybilWall()),
+        row(tw.lab.gossip.trust.SybilWall(64, 1, 2.0)),
+    ),
+    row(tw.lab.gossip.gasloc.GASLoC(0.5)),
 ]
 INNERS = [
     row(tw.pieces.inner_optimizers.AdamW()),
@@ -333,7 +363,9 @@ def missing(table: list[Row], protocol: type) -> list[Row]:
     """Returns a row for each piece of the catalogue without one in `table`: its default instance, with the claims that it declares."""
     there = {type(one.piece) for one in table}
     made = [
-        piece() for piece in PIECES.values() if protocol in piece.__mro__ and piece not in there | {tw.exchange.Gossip}
+        piece()
+        for piece in PIECES.values()
+        if protocol in piece.__mro__ and piece not in there | {tw.lab.gossip.exchange.Gossip}
     ]
     return [row(piece, *getattr(piece, "claims", ()), error=None) for piece in made]
 
@@ -344,7 +376,7 @@ for table, protocol in (
         (OUTERS, tw.pieces.outer.Outer),
         (MERGES, tw.pieces.merge.Merge),
         (EXCHANGES, tw.exchange.Exchange),
-        (FILTERS, tw.pieces.transforms.Filter),
+        (FILTERS, tw.pieces.filters.Filter),
     ),
     *((POLICIES, tw.pieces.policy.Policy), (AGGREGATES, tw.pieces.aggregate.Aggregate)),
 ):
@@ -362,7 +394,7 @@ TABLE = [
         *TOPOLOGIES,
         *RULES,
     ),
-    row(tw.exchange.Gossip(tw.topology.Ring(), tw.pieces.gossip.AdaptThenCombine())),
+    row(tw.lab.gossip.exchange.Gossip(tw.lab.topology.Ring(), tw.lab.gossip.rules.AdaptThenCombine())),
 ]
 
 

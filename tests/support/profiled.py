@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from thinwire.app.trainer.huggingface import hugging_face
+from thinwire.app.trainer.model import Architecture, Transformer
 from thinwire.codecs import Codec, warm_up
-from thinwire.lm.huggingface import hugging_face
-from thinwire.lm.model import Architecture, Transformer
 from thinwire.rng import Key
 
 

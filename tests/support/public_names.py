@@ -13,10 +13,8 @@ from importlib.util import find_spec
 from pages import PAGES, ROOT, blocks
 
 import thinwire as tw
+from thinwire.catalogue.methods import NAMED
 from thinwire.catalogue.parsing import PIECES, parse
-from thinwire.decoupled.method import DECOUPLED
-from thinwire.methods import CODISTILL, METHODS
-from thinwire.recipes import RECIPES
 
 PROTOCOLS: dict[str, object] = {
     kind.__name__: kind
@@ -24,16 +22,16 @@ PROTOCOLS: dict[str, object] = {
         tw.codecs.Codec,
         tw.exchange.Exchange,
         tw.pieces.aggregate.Aggregate,
-        tw.pieces.inner_optimizers.Inner,
+        tw.pieces.inner.Inner,
         tw.pieces.merge.Merge,
         tw.pieces.outer.Outer,
         tw.pieces.partition.Partition,
         tw.pieces.policy.Policy,
         tw.pieces.schedule.Schedule,
-        tw.pieces.transforms.Filter,
+        tw.pieces.filters.Filter,
     )
 }
-COMPOSED: dict[str, object] = RECIPES | METHODS | DECOUPLED | CODISTILL  # what `--strategy` takes
+COMPOSED: dict[str, object] = {**NAMED}  # what `--strategy` takes
 BESIDE: dict[str, object] = {
     each.__name__: each for each in (tw.pieces.partition.Fragment, tw.pieces.schedule.short_first, parse)
 }
@@ -42,19 +40,19 @@ BESIDE: dict[str, object] = {
 MODULES = {
     "thinwire.codecs": "check_finite",
     "thinwire.comm": "CountedGroup Link LinkedGroup gather start_torch",
-    "thinwire.comm.secure": "Hub admit invite join",
-    "thinwire.diagnosis": "Rules",
+    "thinwire.net": "Hub admit invite join",
+    "thinwire.app.diagnosis": "Rules",
     "thinwire.exchange": "Arrival",
     "thinwire.integrations.accelerate": "LocalSGD",
     "thinwire.integrations.huggingface": "ThinwireCallback",
     "thinwire.integrations.torchtitan": "attach",
-    "thinwire.jobs.ema": "EMA",
+    "thinwire.app.jobs.ema": "EMA",
     "thinwire.membership": "LighthouseRendezvous Membership",
     "thinwire.membership.timeouts": "Timeouts",
-    "thinwire.methods": "Extragradient Masha1 Masha2 Saddle Simplexes nbytes_sent saddle",
+    "thinwire.lab.methods": "Extragradient Masha1 Masha2 Saddle Simplexes nbytes_sent saddle",
     "thinwire.rng": "Key",
     "thinwire.testing": "check",
-    "thinwire.topology": "spectrum",
+    "thinwire.lab.topology": "spectrum",
 }
 NEEDS = {"thinwire.integrations.torchtitan": "torchtitan"}  # the extra `dev` does not have it
 IMPORTED: dict[str, object] = {
@@ -68,17 +66,17 @@ DOCUMENTED: dict[str, object] = (
 )
 
 # Packages without `__all__`, all of whose modules are public.
-WHOLE = ("thinwire.simulate", "thinwire.plan.sharding")
+WHOLE = ("thinwire.lab.simulate", "thinwire.app.plan.sharding")
 # Names whose docstring cannot show an example in one process; a test runs the example in this file.
 EXAMPLES = {
     "thinwire.comm.torch.start_torch": "examples/02_processes.py",
-    "thinwire.comm.secure.hub.Hub": "examples/12_own_loop_over_a_hub.py",
-    "thinwire.comm.secure.group.join": "examples/12_own_loop_over_a_hub.py",
+    "thinwire.net.hub.Hub": "examples/12_own_loop_over_a_hub.py",
+    "thinwire.net.group.join": "examples/12_own_loop_over_a_hub.py",
     "thinwire.integrations.huggingface.ThinwireCallback": "examples/10_hugging_face_trainer.py",
     "thinwire.integrations.lightning.ThinwireCallback": "examples/11_lightning_trainer.py",
     "thinwire.integrations.accelerate.LocalSGD": "docs/integrations/accelerate.md",
     "thinwire.integrations.torchtitan.attach": "docs/integrations/torchtitan.md",
-    "thinwire.plan.split.split": "examples/14_tensor_parallel.py",
+    "thinwire.lab.plan.split.split": "examples/14_tensor_parallel.py",
     "thinwire.checkpoint.save": "docs/own-loop.md",
     "thinwire.checkpoint.read": "docs/own-loop.md",
     "thinwire.checkpoint.load": "docs/own-loop.md",
@@ -94,7 +92,7 @@ def exported() -> Iterator[object]:
     """Yields what packages list in `__all__`, and all that the modules of `WHOLE` define."""
     for _, name, is_package in pkgutil.walk_packages(tw.__path__, "thinwire."):
         whole = name.startswith(WHOLE)
-        if (is_package or whole) and not name.startswith("thinwire.cli"):
+        if (is_package or whole) and not name.startswith(("thinwire.app.cli", "thinwire.lab.cli")):
             module = import_module(name)
             own = [n for n, thing in vars(module).items() if n[0] != "_" and getattr(thing, "__module__", "") == name]
             yield from (getattr(module, each) for each in [*getattr(module, "__all__", []), *(own if whole else [])])
@@ -102,7 +100,7 @@ def exported() -> Iterator[object]:
 
 def shown() -> Iterator[object]:
     """Yields what the code of pages and examples imports from thinwire, or reaches through it."""
-    texts = [block.text for page in PAGES if page.name != "log.md" for block in blocks(page, "python")]
+    texts = [block.text for page in PAGES for block in blocks(page, "python")]
     texts += [path.read_text() for path in ROOT.glob("examples/*.py")]
     for text in texts:
         for node in ast.walk(ast.parse(text)):

@@ -12,10 +12,10 @@ from typing import Any
 
 import grpc
 
-from thinwire.comm.secure import Token, frames
-from thinwire.comm.secure.channels import BULK, CONTROL, MEET, PUBLISH, STRAIGHT
-from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.keys import HUB, Authority, Credentials, new_key, opened_request, request
+from thinwire.net import Token, frames
+from thinwire.net.channels import BULK, CONTROL, MEET, PUBLISH, STRAIGHT
+from thinwire.net.enrol import Enrolment
+from thinwire.net.keys import HUB, Authority, Credentials, new_key, opened_request, request
 from thinwire.version import HUB_FRAMES, PROTOCOLS, PUBLISHER_REQUESTS
 
 Metadata = Sequence[tuple[str, str]]

@@ -16,10 +16,10 @@ from raw_member import RawMember, RawStream
 from safetensors.torch import save_file
 from torch import nn
 
-from thinwire.comm.secure import PublishedAtHub, Token
-from thinwire.comm.secure.frames import CHUNK_NBYTES
-from thinwire.comm.secure.upload import HubUploader
-from thinwire.lm.publish import Publisher
+from thinwire.app.trainer.publish import Publisher
+from thinwire.net import PublishedAtHub, Token
+from thinwire.net.frames import CHUNK_NBYTES
+from thinwire.net.upload import HubUploader
 from thinwire.pieces.partition import Fragment
 
 Spoil = Callable[[str, int, bytes], bytes]

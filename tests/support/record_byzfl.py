@@ -1,4 +1,4 @@
-"""Records the results of byzfl 0.0.11 on a few vectors: the oracle of tests/pieces/test_byzfl.py.
+"""Records the results of byzfl 0.0.11 on a few vectors: the oracle of tests/lab/robust/test_byzfl.py.
 
     pip install byzfl==0.0.11          # in another environment: it needs torchvision, scipy, matplotlib and seaborn, which Thinwire does not
     python tests/support/record_byzfl.py

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.records.events import Event, Tail
+from thinwire.app.records.events import Event, Tail
 
 RUN_TOML = """\
 steps = {steps}

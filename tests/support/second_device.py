@@ -30,7 +30,7 @@ BARE = "none"
 STRATEGIES = {
     "streaming_diloco": tw.streaming_diloco(every=4, fragments=2, delay=2),
     "streaming_sign": tw.streaming_sign(every=4),
-    "qsgd": tw.recipes.qsgd(),
+    "qsgd": tw.lab.recipes.qsgd(),
     "streaming_diloco there": tw.streaming_diloco(every=4, fragments=2, delay=2, anchors="device"),
     "streaming_sign there": tw.streaming_sign(every=4, anchors="device"),
     "streaming_sparse there": tw.recipes.streaming_sparse(every=4, anchors="device"),

@@ -12,8 +12,8 @@ from group_laws import TIMEOUT
 
 import thinwire as tw
 from thinwire.comm import Group
-from thinwire.comm.secure import Hub, SecureGroup, Token, join
-from thinwire.runtime.handshake import digest
+from thinwire.drivers.handshake import digest
+from thinwire.net import Hub, SecureGroup, Token, join
 
 
 def run_secure(

@@ -9,8 +9,8 @@ import numpy as np
 
 import thinwire as tw
 from thinwire.comm import Link
-from thinwire.simulate.replicas import SimulatedRound
-from thinwire.simulate.scenario import Scenario
+from thinwire.lab.simulate.replicas import SimulatedRound
+from thinwire.lab.simulate.scenario import Scenario
 from thinwire.testing.toy import Toy
 
 FAST, THIN = Link(1e15), Link(1e6, 0.05)

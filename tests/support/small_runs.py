@@ -1,4 +1,4 @@
-"""Small runs of the language model, for tests of its training; fixtures that train them are in tests/lm/conftest.py."""
+"""Small runs of the language model, for tests of its training; fixtures that train them are in tests/app/trainer/conftest.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from run_folders import read_events
 
-from thinwire.lm import launch, run_folder
-from thinwire.lm.run import Run
+from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer.run import Run
 
 STEPS = 24
 

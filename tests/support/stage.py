@@ -45,8 +45,8 @@ def serve_lighthouse(told: Connection, port: int) -> None:
 
 def serve_hub(told: Connection, folder: Path, heartbeat_timeout: float = QUICK.heartbeat_timeout) -> None:
     """Runs a hub until it is killed."""
-    from thinwire.comm.secure import Hub
     from thinwire.membership.registry import MemberRegistry
+    from thinwire.net import Hub
 
     hub = Hub(folder, registry=lambda: MemberRegistry(heartbeat_timeout))
     told.send((str(hub.invite(100)), hub.port))
@@ -73,7 +73,7 @@ class Stage:
     runs = staticmethod(run_replica)  # in the process of each replica
 
     def __init__(self, folder: Path, names: str = "abc") -> None:
-        FORKS.set_forkserver_preload([*PRELOADED, "thinwire.kernels.cpu_block", "thinwire.membership.hub"])
+        FORKS.set_forkserver_preload([*PRELOADED, "thinwire.kernels.cpu_block", "thinwire.net.rendezvous"])
         self.folder, self.names, self.port = folder, names, 0
         self.running: dict[str, BaseProcess] = {}
         self.done: Counter[str] = Counter()  # faults, by kind

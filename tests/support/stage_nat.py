@@ -14,7 +14,7 @@ from nat import CLOUD, Masquerade
 from stage import Stage
 from stage_figures import shares
 
-from thinwire.comm.secure import invite
+from thinwire.net import invite
 
 PORT = 29530
 LOST = 4  # packets that a short cut drops at least

@@ -13,14 +13,14 @@ from group_laws import free_port
 from stage import HubStage, run_replica
 from tcp_proxy import Proxy
 
-from thinwire.comm.secure import Token
+from thinwire.net import Token
 
 LEAST, MOST = 10_000, 100_000  # bytes in a round: more than pings, less than one message of a measurement
 
 
 def run_straight(*arguments: str) -> None:
     """Runs a replica for which any announced measurement chooses straight streams, whatever else this machine does."""
-    from thinwire.comm.secure.star_or_mesh import Measured
+    from thinwire.net.star_or_mesh import Measured
 
     Measured.straight = lambda self, nbytes, receivers: True  # type: ignore[method-assign]
     run_replica(*arguments)

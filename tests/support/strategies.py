@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import thinwire as tw
-from thinwire.recipes import RECIPES
+from thinwire.catalogue.methods import RECIPES
 
-_IRREGULAR = tw.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 0), (0, 2)), one_way=True)
+_IRREGULAR = tw.lab.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 0), (0, 2)), one_way=True)
 GOSSIP: dict[str, tw.Strategy] = {
     # the recipes whose replicas do not agree, and variants of them; for four replicas
     "noloco": RECIPES["noloco"](every=4),
@@ -21,8 +21,10 @@ GOSSIP: dict[str, tw.Strategy] = {
     "gradient_tracking": RECIPES["gradient_tracking"](),
     "gasloc": RECIPES["gasloc"](every=3, delay=1, outer_momentum=0.3),
     "dfedsam": RECIPES["dfedsam"](every=3),
-    "dfedsam_mgs": RECIPES["dfedsam_mgs"](every=3, delay=1, gossip_steps=2, topology=tw.topology.OnePeerExponential()),
-    "moshpit": RECIPES["moshpit"](topology=tw.topology.MoshpitGrid(2)),
+    "dfedsam_mgs": RECIPES["dfedsam_mgs"](
+        every=3, delay=1, gossip_steps=2, topology=tw.lab.topology.OnePeerExponential()
+    ),
+    "moshpit": RECIPES["moshpit"](topology=tw.lab.topology.MoshpitGrid(2)),
     "moshpit, one row, in the air": RECIPES["moshpit"](every=3, delay=1, partition=tw.pieces.partition.BySize(2)),
     "noloco in the air, 4 bits": RECIPES["noloco"](
         every=6, delay=2, partition=tw.pieces.partition.Strided(2), codec=tw.codecs.E3M0(8)
@@ -30,16 +32,16 @@ GOSSIP: dict[str, tw.Strategy] = {
     "combined, then adapted, in the air": RECIPES["d_psgd"](
         every=3,
         delay=2,
-        topology=tw.topology.Torus(2),
-        rule=tw.pieces.gossip.CombineThenAdapt(),
+        topology=tw.lab.topology.Torus(2),
+        rule=tw.lab.gossip.rules.CombineThenAdapt(),
         partition=tw.pieces.partition.BySize(2),
     ),
     "choco, sparse, in the air": RECIPES["choco"](
-        every=2, delay=1, step=0.2, topology=tw.topology.Exponential(), codec=tw.codecs.TopK(0.2)
+        every=2, delay=1, step=0.2, topology=tw.lab.topology.Exponential(), codec=tw.codecs.TopK(0.2)
     ),
     "bristle": RECIPES["bristle"](every=3, delay=1, partition=tw.pieces.partition.BySize(2)),
     "sybil_wall": RECIPES["sybil_wall"](every=2, delay=1, width=64),
-    "a graph of another seed": replace(RECIPES["d_psgd"](topology=tw.topology.BarabasiAlbert(1)), seed=2),
+    "a graph of another seed": replace(RECIPES["d_psgd"](topology=tw.lab.topology.BarabasiAlbert(1)), seed=2),
     "push-sum, one way, unlike degrees": RECIPES["sgp"](every=2, delay=1, topology=_IRREGULAR),
 }
 _IN_THE_AIR = tw.Strategy(
@@ -67,31 +69,31 @@ METHODS: dict[str, tw.Strategy] = {
     "finetune": RECIPES["finetune"](every=6, fragments=2, delay=1),
     "eager_diloco": RECIPES["eager_diloco"](every=4, fragments=2),
     "sparse_loco": RECIPES["sparse_loco"](every=4, codec=tw.codecs.ChunkedTopK(32, 4, tw.codecs.Sign(block=4))),
-    "dgc": RECIPES["dgc"](density=0.2, codec=tw.codecs.Each(tw.codecs.TopK(0.2), least=10)),
-    "outer_dgc": RECIPES["outer_dgc"](every=3, codec=tw.codecs.Each(tw.codecs.TopK(0.2), least=10)),
+    "dgc": RECIPES["dgc"](density=0.2, codec=tw.lab.codecs.Each(tw.codecs.TopK(0.2), least=10)),
+    "outer_dgc": RECIPES["outer_dgc"](every=3, codec=tw.lab.codecs.Each(tw.codecs.TopK(0.2), least=10)),
     "one_bit_adam": RECIPES["one_bit_adam"](freeze=4, codec=tw.codecs.Sign("l2", 16)),
     "ef14": RECIPES["ef14"](codec=tw.codecs.TopK(0.2)),
     "ef21": RECIPES["ef21"](codec=tw.codecs.TopK(0.2)),
     "econtrol": RECIPES["econtrol"](codec=tw.codecs.TopK(0.2)),
     "power_sgd": RECIPES["power_sgd"](rank=1),
     "qsgd": RECIPES["qsgd"](codec=tw.codecs.Int(4, 16, "fp32", "stochastic")),
-    "cgx": RECIPES["cgx"](codec=tw.codecs.Each(tw.codecs.Levels(4, 16), least=10)),
+    "cgx": RECIPES["cgx"](codec=tw.lab.codecs.Each(tw.lab.codecs.Levels(4, 16), least=10)),
     "demo": RECIPES["demo"](
-        codec=tw.codecs.Squares(tw.codecs.DCT(tw.codecs.OverSenders(tw.codecs.ChunkedTopK(4, 2)), 2, axes=2), 2)
+        codec=tw.codecs.Squares(tw.codecs.DCT(tw.lab.codecs.OverSenders(tw.codecs.ChunkedTopK(4, 2)), 2, axes=2), 2)
     ),
     "muloco": RECIPES["muloco"](every=4),
     "qsr": RECIPES["qsr"](every=2, scale=0.02),
     "co2": RECIPES["co2"](every=3, outer_lr=0.9, outer_momentum=0.4, clip=0.1),
     "l_greco": RECIPES["l_greco"](
         every=3,
-        codec=tw.codecs.Each(tw.codecs.TopK(0.3)),
+        codec=tw.lab.codecs.Each(tw.codecs.TopK(0.3)),
         candidates=(tw.codecs.TopK(0.1), tw.codecs.TopK(0.6)),
         window=2,
     ),
     "with histories, in shards": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 1),
         exchange=tw.exchange.TwoShot(),
-        aggregate=tw.pieces.direction_weights.FoolsGold(),
+        aggregate=tw.lab.robust.direction_weights.FoolsGold(),
     ),
     # forms that no recipe has
     "feedback in the air": replace(
@@ -106,7 +108,7 @@ METHODS: dict[str, tw.Strategy] = {
     "low rank with feedback": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 1),
         partition=tw.pieces.partition.Strided(2),
-        codec=tw.codecs.LowRank(1),
+        codec=tw.lab.codecs.LowRank(1),
         feedback=tw.pieces.feedback.Feedback(),
         merge=tw.pieces.merge.Mix(0.5),
     ),
@@ -127,12 +129,12 @@ METHODS: dict[str, tw.Strategy] = {
     ),
     "entropy, in the air": replace(
         _IN_THE_AIR,
-        codec=tw.codecs.Entropy(tw.codecs.TopK(0.5, tw.codecs.E3M0(8, rounding="stochastic"))),
+        codec=tw.lab.codecs.Entropy(tw.codecs.TopK(0.5, tw.codecs.E3M0(8, rounding="stochastic"))),
         feedback=tw.pieces.feedback.Feedback(),
     ),
     "entropy, two shots": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 1),
-        codec=tw.codecs.Entropy(tw.codecs.ChunkedTopK(4096, 2048)),
+        codec=tw.lab.codecs.Entropy(tw.codecs.ChunkedTopK(4096, 2048)),
         exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()),
         merge=tw.pieces.merge.Mix(0.5),
     ),
@@ -175,22 +177,22 @@ METHODS: dict[str, tw.Strategy] = {
         schedule=tw.pieces.schedule.Staggered(4, 3),
         partition=tw.pieces.partition.Strided(2),
         codec=tw.codecs.TopK(0.05, tw.codecs.E3M0(8, rounding="stochastic")),
-        policy=tw.pieces.policy.DensityWarmup(1, (0.9, 0.3, 0.1)),
+        policy=tw.pieces.policies.DensityWarmup(1, (0.9, 0.3, 0.1)),
         feedback=tw.pieces.feedback.Feedback(),
         merge=tw.pieces.merge.Mix(0.5),
     ),
     "codecs by matrix, in the air": tw.Strategy(
         schedule=tw.pieces.schedule.Staggered(3, 2),
         partition=tw.pieces.partition.Strided(2),
-        codec=tw.codecs.Each(tw.codecs.Sign(), tw.codecs.Cast()),
-        policy=tw.pieces.lgreco.LGreCo((tw.codecs.TopK(0.2), tw.codecs.E3M0(8)), alpha=0.7, window=2),
+        codec=tw.lab.codecs.Each(tw.codecs.Sign(), tw.codecs.Cast()),
+        policy=tw.lab.gradients.lgreco.LGreCo((tw.codecs.TopK(0.2), tw.codecs.E3M0(8)), alpha=0.7, window=2),
         feedback=tw.pieces.feedback.Feedback(),
         merge=tw.pieces.merge.Mix(0.5),
     ),
     "1-bit after a dense start": tw.Strategy(
         signal=tw.strategy.Gradients(),
         codec=tw.codecs.Sign("l2"),
-        policy=tw.pieces.policy.DenseUntil(5),
+        policy=tw.pieces.policies.DenseUntil(5),
         feedback=tw.pieces.feedback.Feedback(),
         exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()),
     ),
@@ -203,7 +205,7 @@ METHODS: dict[str, tw.Strategy] = {
     "PowerSGD": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 2),
         partition=tw.pieces.partition.Strided(2),
-        codec=tw.codecs.LowRank(1),
+        codec=tw.lab.codecs.LowRank(1),
         feedback=tw.pieces.feedback.Feedback(),
         exchange=tw.exchange.AllReduce(),
         outer=tw.pieces.outer.Nesterov(),

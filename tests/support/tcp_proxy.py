@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from thinwire.comm.secure import Token
+from thinwire.net import Token
 
 Change = Callable[[bytes], bytes]
 

@@ -1,4 +1,4 @@
-"""Runs that `thinwire train` makes for tests of other verbs; their fixtures are in tests/cli/conftest.py."""
+"""Runs that `thinwire train` makes for tests of other verbs; their fixtures are in tests/app/cli/conftest.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.cli import main
+from thinwire.app.cli import main
 
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 
@@ -18,7 +18,7 @@ def trained_run(folder: Path, cache: Path, text: str, *options: str) -> Path:
     (folder / "text.txt").write_text(text)
     given = [*SMALL, *options, "--text", str(folder / "text.txt"), "--out", str(folder / "run")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("thinwire.lm.data.default_cache", lambda: cache)
+        patch.setattr("thinwire.app.trainer.data.default_cache", lambda: cache)
         assert main(["train", *given]) == 0
     return folder / "run"
 

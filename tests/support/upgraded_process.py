@@ -17,10 +17,10 @@ from counting import rendezvous
 
 import thinwire as tw
 from thinwire import checkpoint, version
-from thinwire.elastic.driver import ElasticDriver
+from thinwire.drivers.elastic.driver import ElasticDriver
+from thinwire.drivers.handshake import digest
 from thinwire.integrations.members import MemberSampler
 from thinwire.membership import Membership, Timeouts
-from thinwire.runtime.handshake import digest
 
 # Nobody is given up for being slow, however busy the machine is.
 PATIENT = Timeouts(

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.app.diagnosis import Finding, Flow, Record, Rules, Seen, Watch, stuck
 from thinwire.codecs import Identity
-from thinwire.diagnosis import Finding, Flow, Record, Rules, Seen, Watch, stuck
+from thinwire.drivers.rounds import StepTimer
 from thinwire.errors import LinkError
 from thinwire.exchange import Direct, Exchange, Round, SendContext
 from thinwire.membership.testing.cluster import SimulatedCluster, _ThreadGroup
 from thinwire.membership.view import Presence
 from thinwire.rng import Key
-from thinwire.runtime.pipeline import StepTimer
 
 STEPS = 10  # inner steps in a round
 

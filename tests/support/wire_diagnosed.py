@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from thinwire.app.records.events import EventLog
 from thinwire.comm import TorchGroup, start_torch
-from thinwire.records.events import EventLog
 
 STEPS = 4  # inner steps in a round
 NUMEL = 50_000  # 200 kB in a message

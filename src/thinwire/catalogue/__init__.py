@@ -1,6 +1,7 @@
 """The table of pieces, with one row for each. To add a piece, write one file and add one row here.
 
-The parser's names, the table in docs/pieces.md and the pieces that the laws test follow from it. A piece whose arguments all have
+Pieces of other packages, thinwire.lab among them, come by the entry points `thinwire.pieces`: see registered.py. The parser's
+names and the pieces that the laws test follow from both. A piece whose arguments all have
 defaults is tested with these defaults and the `claims` that it declares. Other pieces, and further settings of a piece, have rows in
 tests/support/pieces.py.
 """
@@ -30,11 +31,6 @@ from thinwire.codecs.block import Int as Int
 from thinwire.codecs.cast import Cast as Cast
 from thinwire.codecs.cast import Identity as Identity
 from thinwire.codecs.codebook import Codebook as Codebook
-from thinwire.codecs.entropy import Entropy as Entropy
-from thinwire.codecs.levelled import Levelled as Levelled
-from thinwire.codecs.lowrank import LowRank as LowRank
-from thinwire.codecs.over_senders import OverSenders as OverSenders
-from thinwire.codecs.per_tensor import Each as Each
 from thinwire.codecs.sign import Sign as Sign
 from thinwire.codecs.sparse import ChunkedTopK as ChunkedTopK
 from thinwire.codecs.sparse import RandomK as RandomK
@@ -42,7 +38,6 @@ from thinwire.codecs.sparse import TopK as TopK
 from thinwire.codecs.transform import DCT as DCT
 from thinwire.codecs.transform import Hadamard as Hadamard
 from thinwire.codecs.transform import Squares as Squares
-from thinwire.codecs.uniform import Levels as Levels
 
 # When fragments depart and land.
 from thinwire.pieces.schedule import Every as Every
@@ -57,10 +52,9 @@ from thinwire.pieces.partition import Whole as Whole
 
 # How the codec changes over time.
 from thinwire.pieces.policy import Constant as Constant
-from thinwire.pieces.policy import DenseLast as DenseLast
-from thinwire.pieces.policy import DenseUntil as DenseUntil
-from thinwire.pieces.policy import DensityWarmup as DensityWarmup
-from thinwire.pieces.lgreco import LGreCo as LGreCo
+from thinwire.pieces.policies import DenseLast as DenseLast
+from thinwire.pieces.policies import DenseUntil as DenseUntil
+from thinwire.pieces.policies import DensityWarmup as DensityWarmup
 
 # What changes deltas before the codec and estimates after it.
 from thinwire.pieces.transforms import Clip as Clip
@@ -75,58 +69,12 @@ from thinwire.pieces.feedback import Feedback as Feedback
 # How packets become one estimate.
 from thinwire.exchange.all_reduce import AllReduce as AllReduce
 from thinwire.exchange.direct import Direct as Direct
-from thinwire.exchange.fastest import Fastest as Fastest
-from thinwire.exchange.gossip import Gossip as Gossip
 from thinwire.exchange.hierarchy import Hierarchy as Hierarchy
-from thinwire.exchange.star import Star as Star
 from thinwire.exchange.two_shot import TwoShot as TwoShot
-
-# Which replicas exchange with which, if not all exchange with all.
-from thinwire.topology.fixed import Complete as Complete
-from thinwire.topology.fixed import Ring as Ring
-from thinwire.topology.fixed import Mesh as Mesh
-from thinwire.topology.fixed import Torus as Torus
-from thinwire.topology.fixed import Exponential as Exponential
-from thinwire.topology.drawn import OnePeerExponential as OnePeerExponential
-from thinwire.topology.drawn import RandomPairs as RandomPairs
-from thinwire.topology.drawn import RandomGroups as RandomGroups
-from thinwire.topology.fixed import MoshpitGrid as MoshpitGrid
-from thinwire.topology.drawn import RandomRegular as RandomRegular
-from thinwire.topology.drawn import ErdosRenyi as ErdosRenyi
-from thinwire.topology.drawn import BarabasiAlbert as BarabasiAlbert
-from thinwire.topology.fixed import Listed as Listed
-from thinwire.topology.fixed import Cut as Cut
-
-# How a replica combines its neighbours' vectors with its own.
-from thinwire.pieces.gossip import NoLoCo as NoLoCo
-from thinwire.pieces.gossip import AdaptThenCombine as AdaptThenCombine
-from thinwire.pieces.gossip import CombineThenAdapt as CombineThenAdapt
-from thinwire.pieces.gossip import Choco as Choco
-from thinwire.pieces.gossip import PushSum as PushSum
-from thinwire.pieces.gossip import Tracking as Tracking
-from thinwire.pieces.gasloc import GASLoC as GASLoC
-from thinwire.pieces.mgs import MGS as MGS
-from thinwire.pieces.trust import Bristle as Bristle
-from thinwire.pieces.trust import SybilWall as SybilWall
 
 # How the deltas of all replicas are aggregated.
 from thinwire.pieces.aggregate import Mean as Mean
 from thinwire.pieces.aggregate import MeanOverSenders as MeanOverSenders
-from thinwire.pieces.robust import Median as Median
-from thinwire.pieces.robust import TrimmedMean as TrimmedMean
-from thinwire.pieces.robust import MeaMed as MeaMed
-from thinwire.pieces.by_products import GeometricMedian as GeometricMedian
-from thinwire.pieces.by_products import CenteredClipping as CenteredClipping
-from thinwire.pieces.by_products import Krum as Krum
-from thinwire.pieces.by_products import MultiKrum as MultiKrum
-from thinwire.pieces.by_products import Bulyan as Bulyan
-from thinwire.pieces.by_products import MDA as MDA
-from thinwire.pieces.direction_weights import FoolsGold as FoolsGold
-from thinwire.pieces.direction_weights import FlagAggregator as FlagAggregator
-from thinwire.pieces.pre_aggregation import NearestNeighbourMixing as NearestNeighbourMixing
-from thinwire.pieces.pre_aggregation import Bucketing as Bucketing
-from thinwire.pieces.pre_aggregation import StaticClipping as StaticClipping
-from thinwire.pieces.pre_aggregation import ARC as ARC
 
 # How the anchor moves.
 from thinwire.pieces.outer import Average as Average
@@ -154,7 +102,6 @@ from thinwire.pieces.inner_optimizers import SGD as SGD
 
 # Limits on the norm of deltas, and on what packets reveal.
 from thinwire.pieces.guard import Guard as Guard
-from thinwire.pieces.privacy import Privacy as Privacy
 
 # What replicas exchange, and the whole strategy.
 from thinwire.strategy import Deltas as Deltas

@@ -7,14 +7,14 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from thinwire import catalogue
+from thinwire import catalogue, registered
+from thinwire.choices import listed, nearest
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.own_files import resolve
-from thinwire.records.choices import listed, nearest
 
 PIECES: dict[str, Callable[..., Any]] = {
     name: piece for name, piece in vars(catalogue).items() if isinstance(piece, type)
-}
+} | dict(registered.registered(registered.PIECES))
 
 
 LONGEST = 10_000  # most characters of a composition that is parsed
@@ -22,9 +22,10 @@ LONGEST = 10_000  # most characters of a composition that is parsed
 _UNREADABLE = (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError)
 
 
-def pieces_of(room: str) -> list[str]:
-    """The names of the pieces in the package or module thinwire.`room`, such as codecs or pieces.partition."""
-    return sorted(name for name, piece in PIECES.items() if piece.__module__.startswith(f"thinwire.{room}"))
+def pieces_of(kind: type) -> list[str]:
+    """The names of the pieces of one `kind`, such as Codec or Partition: the core's, then those of packages."""
+    found = [name for name, piece in PIECES.items() if isinstance(piece, type) and kind in piece.__mro__]
+    return sorted(found, key=lambda name: (not hasattr(catalogue, name), name))
 
 
 def parse(
@@ -92,7 +93,8 @@ def _unknown(name: str, text: str, known: Collection[str], inside: bool) -> Conf
     page = "thinwire docs strategies" if "diloco" in known else "thinwire docs pieces"
     instead = "write a number, a text in quotes, or a piece" if inside else f"choose from {listed(known, page)}"
     where = "" if name == text.strip() else f" in {text!r}"
-    return ConfigurationError(f"{name!r}{where} is not known{nearest(name, known)}; {instead}.")
+    absent = "" if registered.is_installed() else f" {registered.REINSTALL}"
+    return ConfigurationError(f"{name!r}{where} is not known{nearest(name, known)}; {instead}.{absent}")
 
 
 def _called(name: str, function: Callable[..., Any], given: list[Any], keywords: dict[str, Any], text: str) -> Any:

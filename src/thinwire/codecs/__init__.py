@@ -1,53 +1,46 @@
 """Codecs turn tensors into bytes and back. They are pure: no state, no network."""
 
-from thinwire.codecs.base import Codec, Shapes, check_finite, nested, packet_nbytes, rebuilt, unwritten
-from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
-from thinwire.codecs.cast import Cast, Identity, in_full
-from thinwire.codecs.codebook import Codebook
-from thinwire.codecs.device import encode_from
-from thinwire.codecs.entropy import Entropy
-from thinwire.codecs.levelled import Levelled, check_kept
-from thinwire.codecs.lowrank import LowRank
-from thinwire.codecs.over_senders import OverSenders, mean_over_senders
-from thinwire.codecs.per_tensor import Each
-from thinwire.codecs.sign import Sign
-from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK
-from thinwire.codecs.transform import DCT, Hadamard, Squares
-from thinwire.codecs.uniform import Levels
-from thinwire.codecs.warm import warm_up
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DCT",
-    "E2M1",
-    "E3M0",
-    "E4M3",
-    "E5M2",
-    "Cast",
-    "ChunkedTopK",
-    "Codebook",
-    "Codec",
-    "Each",
-    "Entropy",
-    "Hadamard",
-    "Identity",
-    "Int",
-    "Levelled",
-    "Levels",
-    "LowRank",
-    "OverSenders",
-    "RandomK",
-    "Shapes",
-    "Sign",
-    "Squares",
-    "TopK",
-    "check_finite",
-    "check_kept",
-    "encode_from",
-    "in_full",
-    "mean_over_senders",
-    "nested",
-    "packet_nbytes",
-    "rebuilt",
-    "unwritten",
-    "warm_up",
-]
+from thinwire.lazy import lazily
+
+if TYPE_CHECKING:
+    from thinwire.codecs.base import Codec as Codec
+    from thinwire.codecs.base import Shapes as Shapes
+    from thinwire.codecs.base import check_finite as check_finite
+    from thinwire.codecs.base import nested as nested
+    from thinwire.codecs.base import packet_nbytes as packet_nbytes
+    from thinwire.codecs.base import rebuilt as rebuilt
+    from thinwire.codecs.base import unwritten as unwritten
+    from thinwire.codecs.base import warm_up as warm_up
+    from thinwire.codecs.block import E2M1 as E2M1
+    from thinwire.codecs.block import E3M0 as E3M0
+    from thinwire.codecs.block import E4M3 as E4M3
+    from thinwire.codecs.block import E5M2 as E5M2
+    from thinwire.codecs.block import Int as Int
+    from thinwire.codecs.cast import Cast as Cast
+    from thinwire.codecs.cast import Identity as Identity
+    from thinwire.codecs.cast import in_full as in_full
+    from thinwire.codecs.codebook import Codebook as Codebook
+    from thinwire.codecs.device import encode_from as encode_from
+    from thinwire.codecs.sign import Sign as Sign
+    from thinwire.codecs.sparse import ChunkedTopK as ChunkedTopK
+    from thinwire.codecs.sparse import RandomK as RandomK
+    from thinwire.codecs.sparse import TopK as TopK
+    from thinwire.codecs.transform import DCT as DCT
+    from thinwire.codecs.transform import Hadamard as Hadamard
+    from thinwire.codecs.transform import Squares as Squares
+
+_HOMES = {
+    **dict.fromkeys(("Codec", "Shapes", "check_finite", "nested", "packet_nbytes", "rebuilt", "unwritten"), "base"),
+    **dict.fromkeys(("E2M1", "E3M0", "E4M3", "E5M2", "Int"), "block"),
+    **dict.fromkeys(("Cast", "Identity", "in_full"), "cast"),
+    "Codebook": "codebook",
+    "encode_from": "device",
+    "Sign": "sign",
+    **dict.fromkeys(("ChunkedTopK", "RandomK", "TopK"), "sparse"),
+    **dict.fromkeys(("DCT", "Hadamard", "Squares"), "transform"),
+    "warm_up": "base",
+}
+__all__ = sorted(_HOMES)
+__getattr__ = lazily(__name__, _HOMES)

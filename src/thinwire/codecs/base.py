@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -19,6 +20,16 @@ from thinwire.rng import Key
 
 Shapes = tuple[tuple[int, ...], ...]
 Said = tuple[Tensor, Key, float]  # a packet's payload, its key, and its weight
+
+
+class Pacer(Protocol):
+    """Chooses the codec of each of a replica's rounds by the time that it has."""
+
+    def before_send(self, update: Any, now: float, seconds: float) -> None:
+        """Set the codec of the round `update`, which departs `now` and must land in `seconds`; infinite: it has no deadline."""
+
+    def on_land(self, late: bool) -> None:
+        """A round has landed; `late`: training waited for it."""
 
 
 @runtime_checkable
@@ -145,6 +156,10 @@ class Codec(Protocol):
     def forms(self) -> tuple[Codec, ...]:
         """Finer and coarser forms of this codec, from which a policy chooses; empty if none are known."""
         return ()
+
+    def pacer(self) -> Pacer | None:
+        """What chooses the form of each round by its deadline; None: the codec has one form."""
+        return None
 
     def within(self, share: float, numel: int, skipped: int = 0) -> Codec:
         """For a codec with levels: this codec at the finest level that makes at most `share` of its `nbytes(numel)`, or at the coarsest. All
@@ -363,3 +378,71 @@ def check_alone(given: str, inner: Codec) -> None:
             f"{given}: `joint` would never be called inside this codec; make it the outermost one, or put it inside Squares, "
             "DCT or Hadamard only."
         )
+
+
+def may_skip(codec: Codec) -> bool:
+    """Whether a round in `codec` may send no values, which its feedback must keep: where nothing fits, a byte alone is sent.
+
+    Args:
+        codec: any codec.
+
+    >>> from thinwire.codecs import Sign
+    >>> may_skip(Sign())
+    False
+    """
+    return codec.varies and sum(part.nbytes for part in codec.within(0.0, 1 << 10).layout(1 << 10)) <= 1
+
+
+def check_kept(codec: Codec, feedback: object | None) -> None:
+    """Refuse a `codec` whose rounds may be skipped if no `feedback` keeps their deltas.
+
+    Args:
+        codec: the codec of a strategy.
+        feedback: the strategy's feedback; None: what a codec loses is lost.
+
+    Raises:
+        ConfigurationError: a skipped delta would be lost.
+
+    >>> from thinwire.codecs import Sign
+    >>> check_kept(Sign(), None)
+    """
+    if feedback is None and may_skip(codec):
+        raise ConfigurationError(
+            f"{codec}: a skipped delta would be lost; give the strategy feedback=Feedback(), as streaming_sign has it, or choose skips=0."
+        )
+
+
+def check_whole(codec: Any) -> None:
+    """Raise `ConfigurationError` if a setting of `codec` that is declared as a whole number is none, or has more than 64 bits."""
+    for field in fields(codec):
+        value = getattr(codec, field.name)
+        whole = field.type == "int" or (field.type == "int | None" and value is not None)
+        if whole and (type(value) is not int or not -(2**63) <= value < 2**63):
+            raise ConfigurationError(
+                f"{type(codec).__name__}({field.name}={value!r}): a whole number is needed, below 2**63."
+            )
+
+
+def warm_up(codec: Codec) -> None:
+    """Encode and decode once, so that compiled code is ready before the first round: seconds the first time on a machine, then milliseconds.
+    A process does so once for each codec.
+
+    Args:
+        codec: the codec of the coming rounds.
+
+    >>> from thinwire.codecs import Identity
+    >>> warm_up(Identity())
+    """
+    _warm(codec)  # type: ignore[arg-type]  # a frozen dataclass is hashable
+
+
+@lru_cache(maxsize=4096)
+def _warm(codec: Codec) -> None:
+    codec = codec.fitted(((1 << 8, 1 << 8),))
+    x = torch.ones(1 << 16)  # enough elements to compile all branches
+    payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+    for eighths in range(9):
+        form = codec.within(eighths / 8, x.numel())
+        if eighths == 8 or form is not codec:
+            form.encode(x, payload, Key())
+            form.decode_add(payload, x, Key())

@@ -14,11 +14,20 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.codecs.base import VALUES, Codec, chance, check_finite, check_fit, check_inner, kernels_for, not_finite
+from thinwire.codecs.base import (
+    VALUES,
+    Codec,
+    chance,
+    check_finite,
+    check_fit,
+    check_inner,
+    check_whole,
+    kernels_for,
+    not_finite,
+)
 from thinwire.codecs.bits import check_ascending
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.layout import Part, Places
-from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 

@@ -14,11 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Said, Shapes, chance, check_finite, check_fit, check_inner
+from thinwire.codecs.base import Codec, Said, Shapes, chance, check_finite, check_fit, check_inner, check_whole
 from thinwire.codecs.exact import cosines, product, saturated
 from thinwire.codecs.layout import Part
 from thinwire.codecs.shapes import as_tuples, split
-from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key, draw
 

@@ -3,8 +3,9 @@
 Names are loaded at their first use, because a hub's process needs no torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from thinwire.lazy import lazily
 
 if TYPE_CHECKING:
     from thinwire.comm.emulated import LinkedGroup as LinkedGroup
@@ -21,16 +22,12 @@ if TYPE_CHECKING:
     from thinwire.comm.uplink import parse_link as parse_link
 
 _HOMES = {
-    **dict.fromkeys(("Link", "parse_link"), "uplink"),
-    **dict.fromkeys(("LinkedGroup",), "emulated"),
+    "LinkedGroup": "emulated",
     **dict.fromkeys(("Group", "Transfer", "gather"), "group"),
     **dict.fromkeys(("CountedGroup", "Ledger"), "ledger"),
     **dict.fromkeys(("ThreadGroup", "run_threads"), "threads"),
     **dict.fromkeys(("TorchGroup", "start_torch"), "torch"),
+    **dict.fromkeys(("Link", "parse_link"), "uplink"),
 }
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__ = sorted(_HOMES)
+__getattr__ = lazily(__name__, _HOMES)

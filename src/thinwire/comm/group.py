@@ -10,9 +10,10 @@ from __future__ import annotations
 import struct
 import threading
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -111,9 +112,42 @@ class WrappedGroup:
         self.group.close()
 
 
+class ElasticGroup(ABC):
+    """Replicas that come and go: a `thinwire.membership.Membership`. It builds a `Group` for each view, and names the driver of its replicas."""
+
+    name: str  # of this replica
+
+    @abstractmethod
+    def driver(self, training: Any, fragments: Any, site: Group | None) -> Any:
+        """The driver of this replica."""
+
+
+class WrappedTransfer:
+    """A `Transfer` with the times of another one: a subclass may write `wait`."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+
+    @property
+    def queued_seconds(self) -> float:
+        return self.transfer.queued_seconds
+
+    @property
+    def transfer_seconds(self) -> float:
+        return self.transfer.transfer_seconds
+
+    @property
+    def arrivals(self) -> Mapping[int, float]:
+        return self.transfer.arrivals
+
+    def wait(self) -> None:
+        """See `Transfer.wait`."""
+        self.transfer.wait()
+
+
 @contextmanager
 def unlimited() -> Iterator[None]:
-    """A context in which this thread's waits do not end for time: who waits looks otherwise whether the peers live (`runtime/monitor.py`)."""
+    """A context in which this thread's waits do not end for time: who waits looks otherwise whether the peers live (`drivers/monitor.py`)."""
     before, _waits.unlimited = getattr(_waits, "unlimited", False), True
     try:
         yield

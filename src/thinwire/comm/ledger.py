@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.comm.group import Group, Messages, Sized, Transfer, WrappedGroup, travelling
+from thinwire.comm.group import Group, Messages, Sized, Transfer, WrappedGroup, WrappedTransfer, travelling
 
 
 @dataclass
@@ -181,34 +181,23 @@ class CountedGroup(WrappedGroup):
             self.ledger.add_uploaded(self._uploaded - before)
 
 
-class _CountedTransfer:
+class _CountedTransfer(WrappedTransfer):
     def __init__(
         self, transfer: Transfer, group: CountedGroup, purpose: str, due: dict[int, Tensor], sized: Sized, posted: float
     ) -> None:
-        self._transfer, self._group, self._ledger, self._purpose = transfer, group, group.ledger, purpose
+        super().__init__(transfer)
+        self._group, self._ledger, self._purpose = group, group.ledger, purpose
         self._due, self._sized, self._posted = due, sized, posted
-
-    @property
-    def arrivals(self) -> Mapping[int, float]:
-        return self._transfer.arrivals
-
-    @property
-    def queued_seconds(self) -> float:
-        return self._transfer.queued_seconds
-
-    @property
-    def transfer_seconds(self) -> float:
-        return self._transfer.transfer_seconds
 
     def wait(self) -> None:
         begin = time.monotonic()
         try:
-            self._transfer.wait()
+            self.transfer.wait()
         finally:
             self._ledger.add_waited(self._purpose, time.monotonic() - begin)
             self._group.count_uploaded()
         due, self._due = self._due, {}  # a second wait counts nothing
-        arrivals = self._transfer.arrivals
+        arrivals = self.arrivals
         for peer, buffer in due.items():
             self._ledger.add_received(self._purpose, peer, self._sized(buffer), arrivals[peer] - self._posted)
 

@@ -20,7 +20,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import time
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from math import inf
@@ -29,6 +32,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported without saying so
+from torch.distributed.distributed_c10d import _get_default_store
 
 from thinwire.comm.address import CheckedAddresses
 from thinwire.comm.group import CONTROL, CONTROL_TAGS, TIMEOUT, Messages, Sized, Transfer, limit, travelling
@@ -48,6 +52,11 @@ from thinwire.errors import ConfigurationError, LinkError
 _NEVER = CONTROL + CONTROL_TAGS  # a tag that no message has
 _LEFT_ADVICE = "See there why, then start all replicas again from their last checkpoints."
 _SEND, _RECEIVE = "send to", "receive from"
+_QUIET_SECONDS, _REPEAT_SECONDS = 10.0, 60.0  # seconds of waiting for a rank until it is said, and said again
+
+
+def warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 class _Message(NamedTuple):
@@ -143,7 +152,9 @@ class TorchGroup:
 
     @classmethod
     @kept_from_children()
-    def from_world(cls, replicas: int, timeout: float = TIMEOUT, uplink: float | None = None) -> TorchGroup:
+    def from_world(
+        cls, replicas: int, timeout: float = TIMEOUT, uplink: float | None = None, say: Callable[[str], object] = warn
+    ) -> TorchGroup:
         """The group of this process in a world of `replicas` times shards ranks, after `init_process_group`.
 
         World rank r is shard r % shards of replica r // shards. Every rank of the world must call this at the same
@@ -152,6 +163,8 @@ class TorchGroup:
         `uplink` is the rate in bits per second at which this process can send to the other replicas. The connections of
         gloo are then paced to share it, and lose no packet to a full queue (`comm/pacing.py`). It works on Linux only;
         elsewhere it changes nothing. Without it, TCP alone decides.
+
+        `say` is told which ranks it waits for, as in `start_torch`.
 
         Raises `ConfigurationError` and `LinkError`.
         """
@@ -174,7 +187,12 @@ class TorchGroup:
             return made
 
         before, heard_before = connections(), set(listening())
-        try:  # all ranks make all groups in the same order, and keep their own
+        try:
+            store: Store = _get_default_store()
+            place = f"group-{store.add(f'thinwire/groups-of-{rank}', 1)}"  # a world may make several
+            where, patience = "TorchGroup.from_world", _Patience(say)
+            interruptibly(lambda: _meet(store, place, rank, world, where, timeout, patience))
+            # all ranks make all groups in the same order, and keep their own
             twins = [subgroup(list(range(s, world, shards))) for s in range(shards)]
             if uplink is not None:
                 pace(connections() - before, uplink)
@@ -288,6 +306,7 @@ def start_torch(
     timeout_seconds: float = TIMEOUT,
     backend: str = "gloo",
     prefix: str | None = None,
+    say: Callable[[str], object] = warn,
 ) -> None:
     """Join `world_size` processes into a torch.distributed world; rank 0 keeps the rendezvous store at `master_port`.
 
@@ -302,6 +321,8 @@ def start_torch(
         timeout_seconds: seconds within which all ranks must join.
         backend: as for `torch.distributed.init_process_group`.
         prefix: the prefix of our names in a store of another process, such as torchrun's agent; None: rank 0 has the store.
+        say: called with a line that names the ranks which have not come, after ten seconds of waiting and then each minute. By default it is
+            a warning.
 
     Raises:
         ConfigurationError: this process has joined a world before.
@@ -316,8 +337,10 @@ def start_torch(
     where = f"{master_addr}:{master_port}"
     try:
         keeps = None if prefix else world_size
-        store = interruptibly(lambda: _tcp_store(rank, keeps, master_addr, master_port, timeout))
+        end, patience = time.monotonic() + timeout_seconds, _Patience(say)
+        store = interruptibly(lambda: _tcp_store(rank, keeps, master_addr, master_port, timeout, patience))
         prefixed = PrefixStore(prefix, store) if prefix else store
+        interruptibly(lambda: _meet(prefixed, "world", rank, world_size, where, end - time.monotonic(), patience))
         before, heard_before = connections(), set(listening())
         interruptibly(
             lambda: dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
@@ -338,13 +361,67 @@ def start_torch(
         ) from error
 
 
-def _tcp_store(rank: int, world_size: int | None, host: str, port: int, timeout: timedelta) -> TCPStore:
+class _Patience:
+    """Says whom this process waits for, when that has taken long enough, and at last that it is over."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say, self._began, self._due, self._names = say, time.monotonic(), _QUIET_SECONDS, ""
+
+    def waits_for(self, names: str) -> None:
+        waited = time.monotonic() - self._began
+        if waited >= self._due or (self._names and names != self._names):
+            self._names, self._due = names, waited + _REPEAT_SECONDS
+            self._say(f"waiting for {names}")
+
+    def over(self, what: str) -> None:
+        if self._names:
+            self._say(what)
+
+
+def _meet(
+    store: Store, place: str, rank: int, size: int, where: str, seconds: float, patience: _Patience
+) -> None:  # fmt: skip
+    """Wait until all ranks have come to the same `place` in the store. torch would wait for them outside Python, and name none.
+
+    Raises `RuntimeError`.
+    """
+    store.set(f"thinwire/{place}/{rank}", "")
+    end, pause, missing = time.monotonic() + seconds, 0.01, [other for other in range(size) if other != rank]
+    while missing and not store.check([f"thinwire/{place}/{other}" for other in missing]):
+        missing = [other for other in missing if not store.check([f"thinwire/{place}/{other}"])]
+        names = (
+            f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}{', …' * (len(missing) > 8)} of {size}"
+        )
+        if time.monotonic() >= end:
+            raise RuntimeError(f"{names} did not come")
+        patience.waits_for(f"{names} at {where}")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    patience.over(f"all {size} ranks are at {where}")
+
+
+def _tcp_store(
+    rank: int, world_size: int | None, host: str, port: int, timeout: timedelta, patience: _Patience
+) -> TCPStore:  # fmt: skip
     """The store of all ranks. Without `world_size` another process keeps it, otherwise rank 0 does. Raises `OSError`."""
     if only_here(host) and (interface := loopback()):
         os.putenv("GLOO_SOCKET_IFNAME", interface)  # gloo has no other setting for it
     listener = listen(host, port) if rank == 0 and world_size is not None else None
     keeps_it, file = rank == 0 and world_size is not None, listener.detach() if listener else None
-    return TCPStore(host, port, world_size, is_master=keeps_it, timeout=timeout, master_listen_fd=file)
+    end = time.monotonic() + timeout.total_seconds()
+    while not keeps_it:  # torch dials outside Python, and tells nobody that it waits
+        try:
+            socket.create_connection((host, port), max(0.1, min(5.0, end - time.monotonic()))).close()
+            break
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise
+            keeper = f"rank 0 of {world_size}" if world_size is not None else "torchrun's agent"
+            patience.waits_for(f"{keeper} at {host}:{port} ({error})")
+            time.sleep(0.2)
+    return TCPStore(
+        host, port, world_size, is_master=keeps_it, timeout=timeout, wait_for_workers=False, master_listen_fd=file
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -112,7 +112,17 @@ class TracedLink(Link):
 
 
 def parse_link(text: str) -> Link | None:
-    """Like `Link.parse`; None for "none"; `trace:FILE` or `trace:FILE,30ms` is an uplink whose rate follows a file."""
+    """Like `Link.parse`; None for "none"; `trace:FILE` or `trace:FILE,30ms` is an uplink whose rate follows a file.
+
+    Args:
+        text: such as 20mbit,40ms, or none.
+
+    Raises:
+        ConfigurationError: `text` is no link, or its file cannot be read.
+
+    >>> parse_link("none"), str(parse_link("8mbit,20ms"))
+    (None, '8mbit,20ms')
+    """
     if text == "none":
         return None
     return TracedLink.load(*_trace(text)) if text.startswith(_TRACE) else Link.parse(text)

@@ -5,15 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.comm.uplink import Link
+from thinwire.comm.group import Group
+from thinwire.errors import ConfigurationError
 from thinwire.exchange.round import Round
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.partition import Fragment
 from thinwire.types import State
+
+if TYPE_CHECKING:
+    from thinwire.comm.uplink import Link
 
 Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]
 """Called with the index of the first element, the estimate from there on, and a function that returns the values of this replica's own
@@ -92,6 +97,13 @@ class Exchange(Protocol):
         """This exchange in a strategy with this `seed`, for what it draws before the first round."""
         return self
 
+    def driver(self, training: Any, fragments: Sequence[Fragment], group: Group, site: Group | None) -> Any:
+        """The driver of a replica, if this exchange does not `agree`: such replicas hold no anchors."""
+        raise ConfigurationError(
+            f"{self} declares that replicas do not agree, and names no driver for them; write its `driver`, or choose an exchange that agrees, "
+            "such as Direct()."
+        )
+
     def check_size(self, size: int) -> None:
         """Raise `ConfigurationError` if `size` replicas cannot use this exchange; `init` makes the checks that depend on a fragment."""
         return
@@ -155,3 +167,12 @@ class Arrival:
     flags: tuple[int, ...]
     state: State
     void: bool = False
+
+
+def fits(exchange: Exchange, codec: Codec) -> bool:
+    """Whether `exchange` takes `codec`, without feedback."""
+    try:
+        exchange.check(codec, None)
+    except ConfigurationError:
+        return False
+    return True

@@ -7,7 +7,7 @@ range of one message. A codec that `varies` encodes a message as one range, beca
 than predicted.
 
 `MESSAGE_NBYTES`: a message of gloo costs about 50 µs of CPU. Smaller messages reduce throughput; larger ones
-only lengthen the decoding of the last one, which overlaps with nothing (docs/log.md, 2026-11-21).
+only lengthen the decoding of the last one, which overlaps with nothing (docs/experiments.md).
 """
 
 from __future__ import annotations

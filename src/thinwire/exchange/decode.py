@@ -24,7 +24,6 @@ from thinwire.exchange.chunks import CodedRange
 from thinwire.exchange.round import Outgoing, Round
 from thinwire.packet import REFUSED, payload
 from thinwire.pieces.aggregate import Values
-from thinwire.pieces.products import inner_products
 from thinwire.rng import Key
 
 PIECE = 1 << 20  # values of a sparse range that are aggregated at a time: few calls, and little memory
@@ -49,6 +48,8 @@ class Decoder:
         self, coded: CodedRange, first: int, packets: Mapping[int, Tensor], key: Key, flags: Sequence[int]
     ) -> None:
         """Add the inner products of the values of `packets` in the range `coded`; this replica's part begins at element `first`."""
+        from thinwire.exchange.products import inner_products  # few rules need them
+
         values = torch.stack([one.decoded() for one in self._values(coded, packets, key, flags)])
         begin, end = coded.begin - first, coded.end - first
         before, after = (

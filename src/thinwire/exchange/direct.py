@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.codecs.device import whole_anywhere
-from thinwire.comm.uplink import Link
 from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.buffers import CPU
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
@@ -20,6 +19,9 @@ from thinwire.exchange.round import Outgoing, Round
 from thinwire.exchange.stage import Stage
 from thinwire.pieces.aggregate import Mean
 from thinwire.types import State
+
+if TYPE_CHECKING:
+    from thinwire.comm.uplink import Link
 
 
 @dataclass(frozen=True)

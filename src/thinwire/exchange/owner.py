@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from thinwire.codecs import Codec, nested
-from thinwire.codecs.levelled import may_skip
+from thinwire.codecs.base import may_skip
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.chunks import CodedRange, Message

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group, Transfer
-from thinwire.diagnosis.records import Record
 from thinwire.errors import LinkError
 from thinwire.exchange.buffers import CPU, Buffers
 from thinwire.exchange.chunks import Message, Signal
+from thinwire.exchange.record import Record
 from thinwire.exchange.send_queue import Order, SendQueue, Sent
 from thinwire.exchange.trace import Trace
 from thinwire.packet import HEADER_NBYTES

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from thinwire.diagnosis.records import RESOLUTION, Flow, Record, timed
+from thinwire.exchange.record import RESOLUTION, Flow, Record, timed
 
 
 @dataclass

@@ -32,14 +32,14 @@ with needs("accelerate"):
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.comm.group import TIMEOUT
+from thinwire.drivers.handshake import compare_settings
+from thinwire.drivers.loop_warnings import silent
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import count_skipped, world
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.recipes import local_sgd
 from thinwire.replica import Replica
-from thinwire.runtime.handshake import compare_settings
-from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup
 from thinwire.comm.group import gather
+from thinwire.drivers.model_buffers import average
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError, PacketError
+from thinwire.files import parsed
 from thinwire.pieces.partition import trainable
 from thinwire.recipes import finetune
-from thinwire.records.files import parsed
-from thinwire.runtime.model_buffers import average
 from thinwire.strategy import Gradients, Strategy
 
 

@@ -36,7 +36,11 @@ with needs("trainer"):
 
 from thinwire import checkpoint
 from thinwire.comm import Group
+from thinwire.drivers.handshake import agree_on_resume, compare_settings
+from thinwire.drivers.loop_warnings import silent
+from thinwire.drivers.model_buffers import floating
 from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.files import flush
 from thinwire.integrations.attached import count_skipped, equalize, newest_of_all, sample, too_short
 from thinwire.integrations.huggingface_checks import (
     ProcessPlace,
@@ -53,11 +57,7 @@ from thinwire.integrations.members import Drawn, MemberSampler, keep_to_the_end,
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
-from thinwire.records.files import flush
 from thinwire.replica import Replica
-from thinwire.runtime.handshake import agree_on_resume, compare_settings
-from thinwire.runtime.loop_warnings import silent
-from thinwire.runtime.model_buffers import floating
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 

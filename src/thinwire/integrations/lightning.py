@@ -34,6 +34,9 @@ with needs("lightning"):
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
 from thinwire.comm.group import TIMEOUT
+from thinwire.drivers.handshake import agree_on_resume, compare_settings
+from thinwire.drivers.loop_warnings import silent
+from thinwire.drivers.model_buffers import floating
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import equalize, newest_of_all, sample
 from thinwire.integrations.lightning_checks import (
@@ -50,11 +53,10 @@ from thinwire.integrations.lightning_order import leave_place, take_place
 from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
+from thinwire.pieces import optimizer_attributes
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
-from thinwire.runtime.handshake import agree_on_resume, compare_settings
-from thinwire.runtime.loop_warnings import silent
-from thinwire.runtime.model_buffers import floating
+from thinwire.state_tree import Packed
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -118,6 +120,7 @@ class ThinwireCallback(Callback):
         self._loaded: dict[str, Any] = {}
         self.loop: Any = None  # the trainer's loop of validations, while this callback is around it
         self._monitored: list[str] = []  # the metrics that all replicas average
+        self._checked = False  # whether what the optimizer holds can be saved
         self._began = 0  # the trainer's steps before this replica's first
 
     def share(self, data: Dataset[Any], *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
@@ -163,6 +166,8 @@ class ThinwireCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Meet the other replicas."""
+        for optimizer in trainer.optimizers:  # before the trainer loads their states
+            optimizer_attributes.begin(optimizer, pl_module)
         if self._member is not None:
             self._start = partial(self._begin, trainer, pl_module)
             return
@@ -186,7 +191,7 @@ class ThinwireCallback(Callback):
         resume = partial(_load, found, own) if found else None
         attach = self._join if self._member else self._attach
         self.replica, self._batches = attach(trainer, pl_module, resume), 0
-        self._ended, self._loaded = False, {}
+        self._ended, self._loaded, self._checked = False, {}, False
         if self._member:
             _catch_up(trainer, self.replica.step - trainer.global_step)
             # the run has ended, and a member has kept the final state for this one
@@ -253,6 +258,9 @@ class ThinwireCallback(Callback):
         if self._ended:
             return
         replica, due, self._epoch_over = self._attached(), trainer.global_step - self._began, trainer.is_last_batch
+        if not self._checked and replica.step and trainer.checkpoint_callbacks:  # now, not at the first save
+            self._checked = True
+            optimizer_attributes.pack_apart(replica.optimizer, replica.model)
         if (
             not pl_module.automatic_optimization
         ):  # Lightning counts the steps of each optimizer, the replica one when each has stepped
@@ -313,6 +321,7 @@ class ThinwireCallback(Callback):
             return {}
         tensors, facts = self.replica.state()
         own = self._own or {name: _copy(p) for name, p in trainable(self.replica.model)}
+        held = optimizer_attributes.pack_apart(self.replica.optimizer, self.replica.model) or Packed(None, {})
         return {
             "replica": self._member.name if self._member else self.rank,
             "replicas": self.replicas,
@@ -320,6 +329,7 @@ class ThinwireCallback(Callback):
             "facts": facts,
             "tensors": {name: _copy(value) for name, value in tensors.items()},
             "own": own,
+            "optimizer": {"tree": held.json, "tensors": {name: _copy(value) for name, value in held.tensors.items()}},
             "random": torch.get_rng_state(),
             "epoch over": self._epoch_over,
         }
@@ -408,6 +418,9 @@ def _load(found: Mapping[str, Any], own: Mapping[str, Tensor], replica: Replica)
     with torch.no_grad():
         for name, parameter in trainable(replica.model):
             parameter.copy_(own[name])
+    held = Packed(found["optimizer"]["tree"], found["optimizer"]["tensors"])
+    if held.json is not None:
+        optimizer_attributes.restore_apart(replica.optimizer, replica.model, held)
     replica.load_state(found["tensors"], found["facts"])
     if not found["epoch over"]:
         torch.set_rng_state(found["random"].cpu())

@@ -15,12 +15,12 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from thinwire.comm import Group
 from thinwire.comm.group import gather
+from thinwire.drivers.model_buffers import floating
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.lightning_metrics import monitored
 from thinwire.integrations.members import MemberSampler, refuse
 from thinwire.integrations.traffic import gradient_nbytes
 from thinwire.membership.rendezvous import Membership
-from thinwire.runtime.model_buffers import floating
 
 _FOLDERS = 1 << 16  # most bytes of one replica's list of folders
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # by name: older releases lack the second

@@ -26,12 +26,12 @@ with needs("torchtitan"):
 
 from thinwire.comm import Group
 from thinwire.comm.group import TIMEOUT
+from thinwire.drivers.loop_warnings import silent
 from thinwire.errors import ConfigurationError
 from thinwire.integrations.members import keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.replica import Replica
-from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
 

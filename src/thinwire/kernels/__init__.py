@@ -39,11 +39,6 @@ class Kernels(Protocol):
     def add_blocks(self, payload: Tensor, out: Tensor, grid: Grid, block: int, scale: Scale, weight: float) -> None:
         """Add `weight` times the decoded `payload` of `encode_blocks` to `out`; any bytes of that size decode."""
 
-    def encode_levels(self, x: Tensor, payload: Tensor, bits: int, block: int) -> bool:
-        """⌈n·bits/8⌉ bytes of levels, lowest bits first, then the ends of each block in fp32 (codecs/uniform.py)."""
-
-    def add_levels(self, payload: Tensor, out: Tensor, bits: int, block: int, weight: float) -> None: ...
-
     def encode_floats(self, x: Tensor, payload: Tensor, form: Float) -> bool:
         """Round to the nearest, ties to even, and saturate instead of becoming infinite."""
 
@@ -133,8 +128,8 @@ def of(*tensors: Tensor) -> Kernels:
 
 @cache
 def _of(device: str) -> Kernels:
-    """The kernels of a device, imported at the first use, because compiling is slow."""
-    if device == "cpu":
+    """The kernels of a device, imported at the first use, because compiling is slow. Without numba the CPU has the reference: slower, same bits."""
+    if device == "cpu" and find_spec("numba"):
         from thinwire.kernels import cpu_block as cpu
 
         return cpu

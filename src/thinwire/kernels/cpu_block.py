@@ -1,4 +1,4 @@
-"""`Kernels` in numba, for contiguous tensors of the CPU. This file has the formats with a scale per block; `cpu_dense`, `cpu_levels`,
+"""`Kernels` in numba, for contiguous tensors of the CPU. This file has the formats with a scale per block; `cpu_dense`,
 `cpu_sparse` and `cpu_bits` have the rest.
 
 Every loop works on stripes of elements, whose codes are in the cache with one byte each. Rounding is a loop over 32-bit lanes,
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from thinwire.kernels.cpu_bits import pack_ascending, unpack_ascending
 from thinwire.kernels.cpu_dense import add_floats, add_signs, carry, encode_floats, encode_signs, nesterov
-from thinwire.kernels.cpu_levels import add_levels, encode_levels
 from thinwire.kernels.cpu_sparse import (
     add_at,
     add_sent,
@@ -51,14 +50,12 @@ __all__ = [
     "add_at",
     "add_blocks",
     "add_floats",
-    "add_levels",
     "add_sent",
     "add_signs",
     "carry",
     "divide_sent",
     "encode_blocks",
     "encode_floats",
-    "encode_levels",
     "encode_signs",
     "mean_sent",
     "nesterov",

@@ -17,11 +17,9 @@ from thinwire.kernels import Float, Grid, Norm, Scale
 from thinwire.kernels import triton_programs as programs
 from thinwire.kernels.reference import RUN
 from thinwire.kernels.reference import add_at as add_at
-from thinwire.kernels.reference import add_levels as add_levels  # no kernel: `Levels` runs on the host
 from thinwire.kernels.reference import add_sent as add_sent
 from thinwire.kernels.reference import carry as carry
 from thinwire.kernels.reference import divide_sent as divide_sent
-from thinwire.kernels.reference import encode_levels as encode_levels
 from thinwire.kernels.reference import mean_sent as mean_sent
 from thinwire.kernels.reference import pack_ascending as pack_ascending
 from thinwire.kernels.reference import select_drawn as select_drawn

@@ -22,23 +22,23 @@ RUN = 4096  # elements that are summed before their sums are summed
 def encode_blocks(x: Tensor, payload: Tensor, grid: Grid, block: int, scale: Scale, stream: int | None) -> bool:
     count = -(-x.numel() * grid.bits // 8)
     scales = torch.empty(-(-x.numel() // block), dtype=_SCALES[scale], device=x.device)
-    for begin, end in _ranges(x.numel(), block):
+    for begin, end in ranges(x.numel(), block):
         blocks = _padded(x[begin:end], block)
         kept = scales[begin // block :][: len(blocks)]
         kept.copy_(_scales(blocks.abs().amax(dim=1), grid, scale))
         codes = _codes(blocks / _factors(kept)[:, None], grid, stream, begin)
-        packed = _packed(codes.view(-1)[: end - begin], grid.bits)
+        packed = packed_bits(codes.view(-1)[: end - begin], grid.bits)
         payload[begin * grid.bits // 8 :][: len(packed)] = packed
     payload[count:] = scales.view(torch.uint8)
-    return _finite(x)
+    return all_finite(x)
 
 
 def add_blocks(payload: Tensor, out: Tensor, grid: Grid, block: int, scale: Scale, weight: float) -> None:
     count = -(-out.numel() * grid.bits // 8)
     factors = _factors(payload[count:].clone().view(_SCALES[scale])) * weight
     values = grid.values.to(out.device)
-    for begin, end in _ranges(out.numel(), block):
-        codes = _unpacked(payload[begin * grid.bits // 8 : -(-end * grid.bits // 8)], end - begin, grid.bits)
+    for begin, end in ranges(out.numel(), block):
+        codes = unpacked_bits(payload[begin * grid.bits // 8 : -(-end * grid.bits // 8)], end - begin, grid.bits)
         blocks = _padded(values[codes], block)
         factor = factors[begin // block :][: len(blocks)]
         out[begin:end].add_((blocks * factor[:, None]).view(-1)[: end - begin])
@@ -87,7 +87,7 @@ def _factors(scales: Tensor) -> Tensor:
     return scales.int().add_(127).bitwise_left_shift_(23).view(torch.float32)
 
 
-def _ranges(numel: int, block: int) -> list[tuple[int, int]]:
+def ranges(numel: int, block: int) -> list[tuple[int, int]]:
     """Ranges of whole blocks, and so of whole bytes (the last may be cut)."""
     step = max(1, _CHUNK // block) * block
     return [(begin, min(begin + step, numel)) for begin in range(0, numel, step)]
@@ -100,42 +100,6 @@ def _padded(x: Tensor, block: int) -> Tensor:
     return (torch.nn.functional.pad(x, (0, missing)) if missing else x).reshape(-1, block)
 
 
-# ---- even levels
-
-
-def encode_levels(x: Tensor, payload: Tensor, bits: int, block: int) -> bool:
-    ends, top = [torch.zeros(0, 2, device=x.device)], (1 << bits) - 1
-    for begin, end in _ranges(x.numel(), block):
-        blocks = _extended(x[begin:end], block)
-        least, largest = (most(1, keepdim=True).add(0.0) for most in (blocks.amin, blocks.amax))  # -0 becomes +0
-        unit = (largest.double() - least) / top
-        level = blocks.double().sub_(least).div_(unit.masked_fill_(unit == 0, torch.inf)).add_(0.5)
-        codes = _packed(level.clamp_(max=top).nan_to_num_().long().view(-1)[: end - begin], bits)
-        payload[begin * bits // 8 :][: len(codes)] = codes
-        ends.append(torch.cat([least, largest], 1))
-    payload[-(-x.numel() * bits // 8) :] = torch.cat(ends).view(-1).view(torch.uint8)
-    return _finite(x)
-
-
-def add_levels(payload: Tensor, out: Tensor, bits: int, block: int, weight: float) -> None:
-    ends = payload[-(-out.numel() * bits // 8) :].clone().view(torch.float32).view(-1, 2).double()
-    top = (1 << bits) - 1
-    share = torch.arange(top + 1, device=out.device) / torch.tensor(top, dtype=torch.float64, device=out.device)
-    for begin, end in _ranges(out.numel(), block):
-        codes = _unpacked(payload[begin * bits // 8 : -(-end * bits // 8)], end - begin, bits)
-        level = _extended(codes, block)
-        least, largest = torch.split(ends[begin // block :][: len(level)], 1, 1)
-        values = least * (1 - share) + largest * share  # of each level; exact at both ends
-        out[begin:end].add_(values.float().mul_(weight).gather(1, level).view(-1)[: end - begin])
-
-
-def _extended(x: Tensor, block: int) -> Tensor:
-    """Flat `x` as [blocks, block], the last block filled up with its last value; [1, x.numel()] if it is less than a block."""
-    block = min(block, x.numel())
-    missing = -x.numel() % block
-    return (torch.cat([x, x[-1:].expand(missing)]) if missing else x).view(-1, block)
-
-
 # ---- floats
 
 
@@ -143,7 +107,7 @@ def encode_floats(x: Tensor, payload: Tensor, form: Float) -> bool:
     dtype = _FLOATS[form]
     limit = torch.finfo(dtype).max
     payload.copy_(x.clamp(-limit, limit).to(dtype).view(torch.uint8))
-    return _finite(x)
+    return all_finite(x)
 
 
 def add_floats(payload: Tensor, out: Tensor, form: Float, weight: float) -> None:
@@ -155,7 +119,7 @@ def add_floats(payload: Tensor, out: Tensor, form: Float, weight: float) -> None
 
 def encode_signs(x: Tensor, payload: Tensor, block: int, norm: Norm) -> bool:
     count = -(-x.numel() // 8)
-    payload[:count] = _packed(x < 0, 1)
+    payload[:count] = packed_bits(x < 0, 1)
     sizes = x.double().abs() if norm == "mean" else x.double().square()
     whole = x.numel() // block * block
     means = torch.cat(
@@ -163,12 +127,12 @@ def encode_signs(x: Tensor, payload: Tensor, block: int, norm: Norm) -> bool:
     )
     means = means[: -(-x.numel() // block)]
     payload[count:] = (means if norm == "mean" else means.sqrt()).float().view(torch.uint8)
-    return _finite(x)
+    return all_finite(x)
 
 
 def add_signs(payload: Tensor, out: Tensor, block: int, weight: float) -> None:
     count = -(-out.numel() // 8)
-    signs = _unpacked(payload[:count], out.numel(), 1) * -2.0 + 1
+    signs = unpacked_bits(payload[:count], out.numel(), 1) * -2.0 + 1
     scales = payload[count:].clone().view(torch.float32) * weight
     out.add_(signs * scales.repeat_interleave(block)[: out.numel()])
 
@@ -189,28 +153,28 @@ def _sums(rows: Tensor) -> Tensor:
 
 
 def pack(numbers: Tensor, packed: Tensor, width: int) -> None:
-    packed.copy_(_packed(numbers, width))
+    packed.copy_(packed_bits(numbers, width))
 
 
 def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
-    numbers.copy_(_unpacked(packed, numbers.numel(), width))
+    numbers.copy_(unpacked_bits(packed, numbers.numel(), width))
 
 
 def pack_ascending(index: Tensor, packed: Tensor, low: int) -> None:
     begin = -(-len(index) * low // 8)
-    packed[:begin] = _packed(index & ((1 << low) - 1), low)
+    packed[:begin] = packed_bits(index & ((1 << low) - 1), low)
     bits = torch.zeros(8 * (len(packed) - begin), dtype=torch.int64, device=packed.device)
     bits[(index >> low) + torch.arange(len(index), device=index.device)] = 1
-    packed[begin:] = _packed(bits, 1)
+    packed[begin:] = packed_bits(bits, 1)
 
 
 def unpack_ascending(packed: Tensor, index: Tensor, low: int, numel: int) -> bool:
     begin = -(-len(index) * low // 8)
-    found = _unpacked(packed[begin:], 8 * (len(packed) - begin), 1).nonzero().view(-1)
+    found = unpacked_bits(packed[begin:], 8 * (len(packed) - begin), 1).nonzero().view(-1)
     if len(found) != len(index):
         return False
     index.copy_(found - torch.arange(len(found), device=found.device) << low)
-    index |= _unpacked(packed[:begin], len(index), low)
+    index |= unpacked_bits(packed[:begin], len(index), low)
     return not len(index) or (int(index[-1]) < numel and bool((index[1:] > index[:-1]).all()))
 
 
@@ -219,7 +183,7 @@ def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
     body = _largest(x[:whole].reshape(-1, chunk), count)
     index[: len(body)] = body
     index[len(body) :] = _largest(x[None, whole:], len(index) - len(body))
-    return _finite(x)
+    return all_finite(x)
 
 
 def select_drawn(stream: int, numel: int, index: Tensor) -> None:
@@ -255,7 +219,7 @@ def _largest(rows: Tensor, count: int) -> Tensor:
     return rows.abs().sort(descending=True, stable=True).indices[:, :count].sort().values.reshape(-1)
 
 
-def _packed(numbers: Tensor, width: int) -> Tensor:
+def packed_bits(numbers: Tensor, width: int) -> Tensor:
     """Flat integers below 2^width as bytes; the rest of the last byte is zero."""
     if not width or 8 % width:  # such as 12: bit by bit
         numbers = (numbers[:, None] >> torch.arange(width, device=numbers.device)).bitwise_and_(1).view(-1)
@@ -269,10 +233,10 @@ def _packed(numbers: Tensor, width: int) -> Tensor:
     return packed
 
 
-def _unpacked(packed: Tensor, count: int, width: int) -> Tensor:
+def unpacked_bits(packed: Tensor, count: int, width: int) -> Tensor:
     """The first `count` numbers in `packed`, as int64."""
     if not width or 8 % width:
-        bits = _unpacked(packed, count * width, 1).view(count, width)
+        bits = unpacked_bits(packed, count * width, 1).view(count, width)
         return (bits << torch.arange(width, device=packed.device)).sum(dim=1)
     places = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
     return (packed[:, None] >> places).bitwise_and_((1 << width) - 1).view(-1)[:count].long()
@@ -288,12 +252,12 @@ def nesterov(
     moved = anchor - (velocity * mu).add_(delta).mul_(lr)
     out_momentum.copy_(velocity)
     out_anchor.copy_(moved)
-    return _finite(moved)
+    return all_finite(moved)
 
 
 def carry(x: Tensor, before: Tensor, change: Tensor, after: Tensor) -> None:
     x.add_(after - (before - change))
 
 
-def _finite(x: Tensor) -> bool:
+def all_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())

@@ -3,11 +3,12 @@
 A vote store keeps what members write; if two values are proposed for one key, it keeps the first. The protocol for the member of
 rank r of M:
 
-* A member that is against proposes no. It knows the outcome at once, because yes needs its ballot, which was never cast.
+* A member that is against casts the ballot `no`. It knows the outcome at once, because yes needs its ballot for the same.
 * A member that is for casts its ballot, with a digest of what it votes for. If it then sees all M ballots with one digest it proposes
   yes; otherwise it waits for the outcome.
-* The wait ends with the last ballot, whether or not its member lives on: the store then settles yes for the one that waits.
-* At its deadline, or as soon as a member without a ballot has gone or calls for another view, it looks once more, and proposes yes
+* The wait ends with the last ballot, whether or not its member lives on: the store then settles yes for the one that waits. It does not
+  end with an earlier no: only then do the ballots show who voted for what, and who has not voted.
+* At its deadline, or as soon as all members without a ballot have gone or call for another view, it looks once more, and proposes yes
   if all ballots are there, otherwise no.
 
 With any deaths, delays and order there is one outcome, and it is yes only if all M members were for the same. A member that cannot reach the
@@ -21,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -55,8 +56,8 @@ class VoteStore(Protocol):
         """Propose `value` for `key`. Returns the value of `key`, which is the first proposal and never changes."""
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        """Wait until `key` is settled, and return its value. With the last ballot it is settled: yes. None after `seconds`, or if a member
-        will not vote, because it has gone or calls for another view.
+        """Wait for the last ballot, and return the value of `key`, which is settled then: yes if all are alike. After `seconds`, or if all
+        members whose ballots are missing have gone or call for another view: its value, or None if it is not settled.
         """
 
     def report(self, text: str) -> None:
@@ -85,7 +86,7 @@ class Settle:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait for the outcome, until the member's own deadline, or until a member will not vote."""
+    """Wait for the last ballot, until the member's own deadline, or until those that are missing will not vote."""
 
     key: str
 
@@ -126,7 +127,8 @@ def ballot(question: str, rank: int, size: int, yes: bool, what: str = "1") -> G
     """
     outcome, ballots = keys_of(question, size)
     if not yes:
-        return bool((yield Settle(outcome, NO)) == YES)
+        yield Put(ballots[rank], NO.decode())
+        return False
     yield Put(ballots[rank], what)
     if not (yield All(ballots)):
         heard = yield Wait(outcome)
@@ -137,8 +139,15 @@ def ballot(question: str, rank: int, size: int, yes: bool, what: str = "1") -> G
     return bool((yield Settle(outcome, YES)) == YES)
 
 
-def carry_out(steps: Generator[Step, Any, bool], vote_store: VoteStore, seconds: float) -> bool:
-    """Execute the operations of `steps` on `vote_store`. Raises its errors."""
+def _wait(vote_store: VoteStore, outcome: str, seconds: float) -> bytes | None:
+    return vote_store.wait(outcome, seconds)
+
+
+def carry_out(
+    steps: Generator[Step, Any, bool], vote_store: VoteStore, seconds: float,
+    wait: Callable[[VoteStore, str, float], bytes | None] = _wait,
+) -> bool:  # fmt: skip
+    """Execute the operations of `steps` on `vote_store`; `wait` waits there for an outcome. Raises their errors."""
     came: Any = None
     while True:
         try:
@@ -153,4 +162,4 @@ def carry_out(steps: Generator[Step, Any, bool], vote_store: VoteStore, seconds:
             case Settle(key, value):
                 came = vote_store.settle(key, value)
             case Wait(key):
-                came = vote_store.wait(key, seconds)
+                came = wait(vote_store, key, seconds)

@@ -29,7 +29,7 @@ class LighthouseRendezvous(RemoteRendezvous):
     Args:
         address: the lighthouse's, as HOST:PORT.
         host: the address of this machine at which the other replicas reach it; None: the one from which it reaches the lighthouse. A machine
-            behind a NAT has no such address: use a hub (`membership/hub.py`), or a tunnel.
+            behind a NAT has no such address: use a hub (`net/rendezvous.py`), or a tunnel.
 
     Raises:
         ConfigurationError: `address` is not of this form.

@@ -66,12 +66,13 @@ def nobody_comes(waiting: Collection[str], heard: Iterable[str], calling: Collec
 
 
 def will_not_vote(missing: Iterable[str], heard: Collection[str], calling: Collection[str]) -> bool:
-    """Whether a vote waits in vain for one of the incarnations `missing`: it was not heard, or is calling for another view.
+    """Whether a vote waits in vain for the incarnations `missing`: each was not heard, or is calling for another view; or none is missing. It
+    waits for one that may vote, although the outcome is no, so that those who will not are known.
 
-    >>> will_not_vote({"a"}, {"a", "b"}, {"b"}), will_not_vote({"a"}, {"b"}, {"b"}), will_not_vote({"b"}, {"a", "b"}, {"b"})
-    (False, True, True)
+    >>> will_not_vote({"a"}, {"b"}, {"b"}), will_not_vote({"b"}, {"a", "b"}, {"b"}), will_not_vote({"a", "b"}, {"a", "b"}, {"b"})
+    (True, True, False)
     """
-    return any(incarnation not in heard or incarnation in calling for incarnation in missing)
+    return all(incarnation not in heard or incarnation in calling for incarnation in missing)
 
 
 class Requester(Protocol):
@@ -252,7 +253,7 @@ class MemberRegistry:
                     future.set_result(None)
 
     def _end_vain_votes(self) -> None:
-        """End the waits for outcomes that are settled, for which all have voted, or for which a member will not vote."""
+        """End the waits for outcomes that are yes, for which all have voted, or for which those that have not will not vote."""
         votes = dict(self._votes.values())
         if not votes:
             return
@@ -261,7 +262,7 @@ class MemberRegistry:
         over = set[str]()
         for outcome, ballots in votes.items():
             missing = self._missing(ballots)
-            if self._keys.read([outcome]) or not missing or will_not_vote(missing, heard, calling):
+            if self._keys.read([outcome]) == [YES.decode()] or will_not_vote(missing, heard, calling):
                 over.add(outcome)
         for future, (outcome, _) in self._votes.items():
             if outcome in over and not future.done():
@@ -386,8 +387,8 @@ class MemberRegistry:
         return told
 
     async def _await_outcome(self, requester: Requester, key: str, seconds: float, members: object) -> dict[str, Any]:
-        """Wait for the outcome `key` of a vote; settle it if all have voted. Its value is None if it is not settled, because time is over or
-        a member will not vote.
+        """Wait for the last ballot of the vote with the outcome `key`; settle it if all have voted. Its value is None if it is not settled,
+        because time is over or those that are missing will not vote.
         """
         ballots = self._keys.ballots(requester, key, members)
         future = asyncio.get_running_loop().create_future()

@@ -26,9 +26,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from thinwire.comm.group import Group, gather
-from thinwire.diagnosis import Rules
+from thinwire.comm.group import ElasticGroup, Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError, PacketError, PeerError
+from thinwire.exchange.record import Rules
 from thinwire.membership.channel import mac
 from thinwire.membership.commit import VoteStore
 from thinwire.membership.shared_keys import LAST, NOTE, REVOKED
@@ -59,6 +59,14 @@ class AnswerLostError(LinkError):
     """The rendezvous has gone during a call of this replica. It may have answered others: with a view of which this replica is a member."""
 
 
+class AbsentError(LinkError):
+    """A group was not built, because the members `absent` did not connect."""
+
+    def __init__(self, text: str, absent: Collection[str]) -> None:
+        super().__init__(text)
+        self.absent = tuple(absent)
+
+
 class Rendezvous(Protocol):
     """The place where replicas find each other, seen from one of them."""
 
@@ -84,7 +92,7 @@ class Rendezvous(Protocol):
         """
 
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
-        """A group of `members`, all of which connect in this `epoch`. Raises `LinkError`."""
+        """A group of `members`, all of which connect in this `epoch`. Raises `LinkError`; `AbsentError`, if it knows who did not connect."""
 
     def reaches(self, other: Presence) -> bool:
         """Whether `other` responds to this replica directly."""
@@ -100,7 +108,7 @@ class _Past(NamedTuple):
     calls: dict[str, int]  # by incarnation
 
 
-class Membership:
+class Membership(ElasticGroup):
     """One replica's membership of an elastic run: it agrees with the others on views. For one thread, except `close` and `use_timeouts`.
 
     With a `secret` only replicas that hold it are heard. The facts and the name of another replica never end a replica that was a member
@@ -114,7 +122,7 @@ class Membership:
         secret: the same bytes on all replicas and at the lighthouse; empty: anybody is heard.
         run: the run that this replica's checkpoint is of; empty: it has none.
         timeouts: seconds for each wait; None: the defaults.
-        evict: rules by which rounds go on without a member that most find to delay them (elastic/eviction.py); None: never.
+        evict: rules by which rounds go on without a member that most find to delay them (drivers/elastic/eviction.py); None: never.
         most_steps: number of inner steps of the whole run; a member that claims more is left out. None: not known.
         wrap: wraps every group that is built, to count its bytes or to emulate a link.
         observe: called with a kind and its fields: retry, call, connect, view, ballot, decided.
@@ -162,6 +170,7 @@ class Membership:
         self._refused: set[str] = set()  # names whose statuses could not be read
         self._vote_store: VoteStore | None = None  # of the last call
         self._excluded: Callable[[], Mapping[str, str]] = dict
+        self._absent: Callable[[str, Collection[str], int], object] = lambda view_id, names, members: None
         Presence(name, self._incarnation, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
         rendezvous.arrive(name, self._incarnation, secret, self.timeouts, observe)
 
@@ -169,9 +178,13 @@ class Membership:
         """Add facts that must be equal on all members. Call it before the first view."""
         self.facts = {**self.facts, **facts}
 
-    def leave_out(self, excluded: Callable[[], Mapping[str, str]]) -> None:
-        """Tell the others at each call whom this replica wants left out, with the reasons. Those that most want left out are no members."""
-        self._excluded = excluded
+    def leave_out(
+        self, excluded: Callable[[], Mapping[str, str]], absent: Callable[[str, Collection[str], int], object]
+    ) -> None:
+        """Tell the others at each call whom this replica wants left out, with the reasons. Those that most want left out are no members. `absent`
+        is called with the id of a view, the names that did not connect to its group, and the number of its members.
+        """
+        self._excluded, self._absent = excluded, absent
 
     def report(self, text: str) -> None:
         """Write a line to the log of the lighthouse or hub, if that is there."""
@@ -206,6 +219,7 @@ class Membership:
         self._presence(said(), awaits).to_json()
         check(said(), self.name)
         reason, pause = "", 0.1
+        waited, late, since = dict[str, float](), list[str](), found  # members that were awaited, and from when on
         while (left := until - self._rendezvous.clock()) > 0 and not self._left:
             suspects = () if self._rendezvous.relays else self._suspects
             self._suspects = tuple(p for p in suspects if not self._rendezvous.reaches(p))
@@ -220,19 +234,25 @@ class Membership:
             except LinkError as error:
                 reason = reason or str(error).rstrip(".")
                 break
-            here = {p.incarnation for p in present}
+            here, now = {p.incarnation for p in present}, self._rendezvous.clock()
+            if len(late) == 1:
+                waited[late[0]] = waited.get(late[0], 0.0) + now - since
             if vote_store is not self._vote_store:  # of a server that was away: others may find it later than this one
                 self._vote_store, found = vote_store, self._rendezvous.clock()
             self._suspects = tuple(p for p in self._suspects if p.incarnation in here)
             verdict = self._judge(present, check)
             alike = [p for p in present if fits(p.facts, self.facts)]
-            reason = self._obstacle(verdict, expected(alike) - here)
+            missing = expected(alike) - here
+            late, since = [p.name for p in self._members if p.incarnation in missing], now
+            reason = self._obstacle(verdict, missing)
             try:
                 reason = self._past_the_end(verdict, reason)
                 if not reason:
-                    return self._take(verdict, vote_store)
+                    return self._take(verdict, vote_store, waited)
             except (LinkError, PacketError) as error:
                 reason = f"no group could be built: {error}"
+                if isinstance(error, AbsentError):
+                    self._absent(verdict.id, error.absent, len(verdict.members))
             patient = self._rendezvous.clock() - found < self.timeouts.grace
             awaits = tuple(p for p in awaits if p.incarnation in here or self._rendezvous.reaches(p)) if patient else ()
             self._observe("retry", {"reason": reason, "seconds": pause})
@@ -240,8 +260,8 @@ class Membership:
             pause = min(2 * pause, 0.25)  # so that all call again within the lighthouse's wait
         if self._left:
             raise self._gone()
-        waited = float(f"{seconds:.3g}")  # `timeouts.view` follows from measured times
-        raise LinkError(f"replica {self.name!r} found no view within {waited:g} s: {reason}.")
+        limit = float(f"{seconds:.3g}")  # `timeouts.view` follows from measured times
+        raise LinkError(f"replica {self.name!r} found no view within {limit:g} s: {reason}.")
 
     def note_end(self, *what: str) -> None:
         """Write a note at the rendezvous that a run with these facts has ended. `what` is the run's id, and further details of its end.
@@ -284,6 +304,12 @@ class Membership:
     def closed(self) -> bool:
         """Whether this replica has left."""
         return self._left
+
+    def driver(self, training: Any, fragments: Any, site: Group | None) -> Any:
+        """See `ElasticGroup.driver`."""
+        from thinwire.drivers.elastic.driver import elastic_driver
+
+        return elastic_driver(training, fragments, self, site)
 
     def close(self) -> None:
         """Leave the run; the others continue. Idempotent; may be called from any thread. A wait for a view raises `LinkError`."""
@@ -347,7 +373,7 @@ class Membership:
         late = [p.name for p in self._members if p.incarnation in missing] or [f"{len(missing)} replica(s)"]
         return f"{', '.join(late)} of the last round: late" if missing else ""
 
-    def _take(self, verdict: Verdict, vote_store: VoteStore) -> View:
+    def _take(self, verdict: Verdict, vote_store: VoteStore, waited: dict[str, float]) -> View:
         members = verdict.members
         group, rebuilt = self._group, False
         if group is None or group.size != len(members) or any(p.holds != self._holds for p in members):
@@ -365,6 +391,8 @@ class Membership:
             electorate=verdict.electorate,
             _observe=self._observe,
             _end=partial(self._let_go, group),
+            waited=waited,
+            clock=self.clock,
         )
         self._sweep(view, {p.incarnation: p.calls for p in members})
         fields = {"id": view.id, "members": [m.name for m in view.members], "left_out": list(view.left_out)}

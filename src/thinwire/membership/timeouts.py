@@ -14,7 +14,7 @@ from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT
 
-BUFFERED = 1 << 20  # bytes of bulk data that may be queued before a heartbeat, measured: docs/log.md
+BUFFERED = 1 << 20  # bytes of bulk data that may be queued before a heartbeat, measured: docs/experiments.md
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,14 @@ from thinwire.membership.channel import (
     MOST_PRESENCE as LIMIT,  # bytes of one replica's presence as JSON: status, facts and all
 )
 from thinwire.membership.channel import NAME
-from thinwire.membership.commit import Electorate, VoteStore, ballot, carry_out, keys_of, view_id
+from thinwire.membership.commit import NO, YES, Electorate, VoteStore, ballot, carry_out, keys_of, view_id
 from thinwire.version import Protocols, common, unlike_releases
 
 Observe = Callable[[str, Mapping[str, Any]], None]
 SPEAKS = "protocols"  # the fact that need not be equal: that ranges overlap is enough
 UNLIKE = "has another result"
 _MOST = 1 << 53  # most calls and views
+_FIRST_LOOK = 0.5  # seconds after which a member that waits for ballots looks whose are missing; then at twice the time, and so on
 
 
 @dataclass(frozen=True)
@@ -302,6 +304,8 @@ class View:
         left_out: sentences that name replicas that were present but are no members, with the reason.
         vote_store: where the members vote.
         electorate: name, incarnation and number of calls of each member, which are sent with each vote.
+        waited: seconds for which this member waited for one other alone, by name: for its call, and for its ballots.
+        clock: seconds; only differences have a meaning.
 
     >>> from thinwire import ThreadGroup
     >>> view = View("view 7", (Member("paris", {}),), ThreadGroup.create(1)[0], True, (), None, (), print, lambda: None)
@@ -319,6 +323,8 @@ class View:
     _observe: Observe = field(repr=False)
     _end: Callable[[], None] = field(repr=False)
     _cast: dict[str, bool] = field(repr=False, default_factory=dict)
+    waited: dict[str, float] = field(repr=False, default_factory=dict)
+    clock: Callable[[], float] = field(repr=False, default=time.monotonic)
 
     def decide(self, question: str, yes: bool, seconds: float, what: str = "1") -> bool:
         """Whether all members voted yes on `question` within `seconds` of this call, and for the same `what`, a digest. The result is the same
@@ -334,7 +340,7 @@ class View:
         self._observe("ballot", {"question": question, "yes": first})
         steps = ballot(f"{self.id}/{question}", self.group.rank, len(self.members), first, what)
         try:
-            answer = carry_out(steps, self.vote_store.of(self.electorate), seconds)
+            answer = carry_out(steps, self.vote_store.of(self.electorate), seconds, self._await_ballots)
         except LinkError as error:
             if not first:
                 return False
@@ -345,11 +351,28 @@ class View:
         self._observe("decided", {"question": question, "yes": answer})
         return answer
 
+    def _await_ballots(self, vote_store: VoteStore, outcome: str, seconds: float) -> bytes | None:
+        """`VoteStore.wait`, which looks now and then whose ballots are missing: time for one member alone is noted in `waited`."""
+        _, ballots = keys_of(outcome.rpartition("/")[0], len(self.members))
+        until, pause, missing = self.clock() + seconds, _FIRST_LOOK, list[str]()
+        while True:
+            began = self.clock()
+            part = max(0.0, min(pause, until - began))
+            value = vote_store.wait(outcome, part)
+            now = self.clock()
+            if len(missing) == 1:
+                self.waited[missing[0]] = self.waited.get(missing[0], 0.0) + now - began
+            if value == YES or now - began < part or now >= until:
+                return value  # a wait that ends before its time has all ballots, or waits in vain
+            cast = zip(self.members, vote_store.values(ballots))
+            missing, pause = [member.name for member, ballot in cast if ballot is None], 2 * pause
+
     def dissenters(self, question: str, what: str = "1") -> dict[str, str]:
         """The members that cast no ballot for `what`, by name, with what they did instead; of a vote whose outcome was no. Raises `LinkError`."""
         _, ballots = keys_of(f"{self.id}/{question}", len(self.members))
         cast = zip(self.members, self.vote_store.of(self.electorate).values(ballots))
-        return {member.name: UNLIKE if value else "voted no, or not in time" for member, value in cast if value != what}
+        did = {None: "did not vote in time", NO.decode(): "voted no"}
+        return {member.name: did.get(value, UNLIKE) for member, value in cast if value != what}
 
     def close(self) -> None:
         """End the group after a failure, so that the next view connects again. Idempotent."""

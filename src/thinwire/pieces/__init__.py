@@ -1,31 +1,5 @@
 """The pieces a strategy is composed of: frozen values that are their own configuration."""
 
-from thinwire.pieces import (
-    aggregate,
-    feedback,
-    gossip,
-    inner_optimizers,
-    lgreco,
-    merge,
-    outer,
-    partition,
-    policy,
-    privacy,
-    schedule,
-    transforms,
-)
+from thinwire.lazy import lazily
 
-__all__ = [
-    "aggregate",
-    "feedback",
-    "gossip",
-    "inner_optimizers",
-    "lgreco",
-    "merge",
-    "outer",
-    "partition",
-    "policy",
-    "privacy",
-    "schedule",
-    "transforms",
-]
+__getattr__ = lazily(__name__, {})

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, mean_over_senders
+from thinwire import kernels
+from thinwire.codecs import Codec
 from thinwire.codecs.exact import divide
 from thinwire.rng import Key
 from thinwire.types import State
@@ -157,3 +158,20 @@ class MeanOverSenders(Aggregate):
     def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:
         shares = weights or [1.0] * len(values)
         out.copy_(mean_over_senders(((one.decoded(), share) for one, share in zip(values, shares)), out.numel()))
+
+
+def mean_over_senders(values: Iterable[tuple[Tensor, float]], numel: int) -> Tensor:
+    """Σ w·x / Σ_{x ≠ 0} w of each element, in fp32 and in the given order; 0 where all x are 0.
+
+    Args:
+        values: flat fp32 values of `numel` elements each, with their weights; they are zeros afterwards.
+        numel: number of elements.
+
+    >>> mean_over_senders([(torch.tensor([2.0, 0.0]), 1.0), (torch.tensor([4.0, 6.0]), 1.0)], numel=2)
+    tensor([3., 6.])
+    """
+    total, counted = torch.zeros(numel), torch.zeros(numel)
+    for one, weight in values:
+        kernels.of(one, total, counted).add_sent(one, total, counted, weight)
+    kernels.of(total, counted).divide_sent(total, counted)
+    return total

@@ -40,7 +40,8 @@ class Guard:
     are refused elsewhere.
 
     *Source*: the test is EDiT's (Cheng et al., arXiv 2412.07210, §3.3). *Differs*: there the threshold is 3 standard deviations, the newest norm
-    counts 0.02, after 100 rounds, and all replicas, which know each other's norms, leave anomalous deltas out. docs/log.md has the experiment.
+    counts 0.02, after 100 rounds, and all replicas, which know each other's norms, leave anomalous deltas out.
+    docs/experiments.md has the experiment.
 
     *Wire*: nothing. State: 24 bytes a fragment. Cost: one pass over a delta when it departs.
 

@@ -6,32 +6,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigurationError, ModelError
+from thinwire.pieces.inner import Inner
 from thinwire.pieces.partition import Strided, is_sharded, trainable
 
 
-@runtime_checkable
-class Inner(Protocol):
-    """An inner optimizer. A run's learning rate, which suits AdamW, is multiplied by its `lr_factor`."""
-
-    @property
-    def lr_factor(self) -> float: ...
-
-    def make(self, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-        """Make the optimizer of `model`'s trainable parameters, with the rate lr · lr_factor. In a steady state a step shrinks the
-        weights by lr · `weight_decay`."""
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise `ConfigurationError` unless a replica may train with `optimizer` if the strategy names this one."""
-
-
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(Inner):
     """torch.optim.AdamW, fused; the betas are those of DiLoCo's scaling laws (arXiv 2503.09799).
 
         m ← β₁·m + (1 − β₁)·g,   v ← β₂·v + (1 − β₂)·g²,   θ ← θ − η·λ·θ − η·m̂ / (√v̂ + ε)
@@ -69,7 +55,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(Inner):
     """torch.optim.SGD, with steps that round alike on all processors. Its weight decay passes through the momentum, so the given value
     is divided by the factor that momentum and `lr_factor` add.
 
@@ -110,7 +96,7 @@ class SGD:
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(Inner):
     """torch.optim.Muon for the matrices in the layers and AdamW for the rest (embeddings, head, vectors), as one optimizer.
 
         B ← μ·B + (1 − μ)·G,   O = NS(μ·B + (1 − μ)·G),   Θ ← Θ − η·λ·Θ − η·0.2·√max(rows, columns)·O
@@ -169,7 +155,7 @@ class Muon:
 
 
 @dataclass(frozen=True)
-class SAM:
+class SAM(Inner):
     """Sharpness-aware minimisation (Foret et al., arXiv 2010.01412) around another inner optimizer: its steps take the gradient at the worst
     point nearby.
 
@@ -371,16 +357,6 @@ def at_the_worst_point(optimizer: torch.optim.Optimizer, backward: Callable[[], 
     return loss
 
 
-def check_momentum(optimizer: torch.optim.Optimizer, owner: object) -> None:
-    """Raise `ConfigurationError` if `optimizer` has momentum in addition to that of `owner`."""
-    for group in optimizer.param_groups:
-        if group.get("momentum") or any(group.get("betas", (0,))[:1]):
-            raise ConfigurationError(
-                f"{owner} keeps momentum before the exchange and {type(optimizer).__name__} after it, one owner is needed; give "
-                "torch.optim.SGD without momentum, or take the filter out of the strategy."
-            )
-
-
 def _expect(inner: Inner, optimizer: torch.optim.Optimizer, kind: type) -> None:
     if not isinstance(optimizer, kind):
         raise ConfigurationError(
@@ -391,13 +367,3 @@ def _expect(inner: Inner, optimizer: torch.optim.Optimizer, kind: type) -> None:
 
 def _parameters(model: nn.Module) -> list[Tensor]:
     return [parameter for _, parameter in trainable(model)]
-
-
-def highest_rate(optimizer: torch.optim.Optimizer) -> float:
-    """The highest learning rate of the optimizer's groups; NaN if none has one, as in Adafactor with relative steps.
-
-    >>> highest_rate(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.5))
-    0.5
-    """
-    rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
-    return float(max(rates)) if rates else math.nan

@@ -122,7 +122,7 @@ class Keep(Merge):
 
     `Mix(0)` drops these steps, which are τ of every H; `Mix(½)` keeps half of them, and half of the replica's distance from the others.
     With `delay` 0 it is `Mix(0)`. Use it for short flights: the steps were taken from another point, so a long flight costs loss
-    (docs/log.md, 2026-11-22). *Source*: none; our own.
+    (docs/experiments.md). *Source*: none; our own.
 
     >>> Keep()
     Keep()

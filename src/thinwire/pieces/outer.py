@@ -137,7 +137,7 @@ class DelayedNesterov(Outer):
 
         S ← S + Δ;   at every N-th step  v ← μ·v + S,   S ← 0,   anchor ← anchor − η·(Δ + μ·v);   at the others  anchor ← anchor − η·Δ
 
-    For deltas that come one by one (`thinwire.decoupled`): momentum at each of them would count the same direction N times.
+    For deltas that come one by one (`thinwire.drivers.unequal`): momentum at each of them would count the same direction N times.
     N such steps are about one of `Nesterov`; with N = 1 each is.
 
     *Source*: Liu et al., *Asynchronous Local-SGD Training for Language Modeling* (arXiv 2401.09135, Algorithm 3). *Differs*: c,
@@ -196,7 +196,7 @@ class HeavyBall(Outer):
     `lr` is η, `momentum` μ, `clip` φ, for each element. `gap` penalises deltas that are a round old (`Reset`) by the anchor's movement
     meanwhile, which is η·‖m‖; 0 turns it off. *Differs*: the paper measures Λ in inner steps, whose length a replica knows only
     for its own; here it is measured in the anchor's movement, which all replicas know. So it is larger if replicas move apart
-    (docs/log.md, 2026-11-21). Their released code uses a constant Λ, and its clip has no effect.
+    (docs/experiments.md). Their released code uses a constant Λ, and its clip has no effect.
 
     State: 4 bytes per parameter, and twice that during the step.
 

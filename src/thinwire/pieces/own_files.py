@@ -1,7 +1,7 @@
 """The user's own files: a job (`--job my_job.py`), and pieces (`my_file.py:Mine(3)` in any text of a piece).
 
 A program imports the files that it names. A command imports a file if its own arguments name it, or if this user has trained with it on
-this machine before (records/trust.py); a file that only a run file names is refused, unless `--trust` is given. Text from a peer, a packet
+this machine before (trust.py); a file that only a run file names is refused, unless `--trust` is given. Text from a peer, a packet
 or a record imports nothing.
 
 A run file keeps `/whole/path/my_file.py@DIGEST:Mine(3)` with the BLAKE2b of the content, and a file with other content is refused. The
@@ -18,20 +18,19 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from thinwire import trust
 from thinwire.errors import ConfigurationError
-from thinwire.records import trust
-from thinwire.records.files import contents
+from thinwire.files import contents
+from thinwire.pieces.piece import DIGEST_OF_FILE
 
 __path__: list[str] = []  # the user's files are modules below this one
 
-_DIGEST = "__thinwire_digest__"
 _TRUSTED = "__thinwire_trusted__"
 _UNNAMED = re.compile(r"\W")
 _ONE_AT_A_TIME = threading.RLock()  # for imports of replicas in threads
@@ -178,25 +177,6 @@ def load(path: Path, digest: str | None, name: str) -> Any:
     return made
 
 
-def digests(value: object) -> dict[str, str]:
-    """For each piece from a user's own file in a strategy, method or piece: the digest of that file."""
-    return {
-        f"own file of {type(piece).__name__}": found
-        for piece in _nested(value)
-        if (found := getattr(sys.modules.get(type(piece).__module__), _DIGEST, None))
-    }
-
-
-def _nested(value: object) -> Iterator[object]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _nested(item)
-    elif is_dataclass(value):
-        yield value
-        for field in fields(value):
-            yield from _nested(getattr(value, field.name))
-
-
 def _imported(path: Path, digest: str | None) -> ModuleType:
     with _ONE_AT_A_TIME:  # a module is in sys.modules before all of its names are
         if digest is not None and (known := sys.modules.get(_name(path, digest))):
@@ -225,7 +205,7 @@ def _executed(name: str, path: Path, source: bytes) -> ModuleType:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(path)  # a file finds the data beside it by this name
-    setattr(module, _DIGEST, _digest(source))
+    setattr(module, DIGEST_OF_FILE, _digest(source))
     setattr(module, _TRUSTED, _trusted(path, _digest(source)))
     sys.modules[name] = module  # dataclasses look their module up
     try:

@@ -136,7 +136,7 @@ def check_sharding(model: nn.Module, whole_replica: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(Partition):
     """One fragment: the whole model (DiLoCo, Local SGD, data-parallel).
 
         fragment 0 = all trainable parameters
@@ -152,7 +152,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Strided:
+class Strided(Partition):
     """Fragment i holds layers i, i+P, i+2P, … (arXiv 2501.18512, §2.2: the default of the paper).
 
         P = `count`, or ⌈L / min(3, max(1, ⌊share·L⌋))⌉          L: the number of layers
@@ -185,7 +185,7 @@ class Strided:
 
 
 @dataclass(frozen=True)
-class Sequential:
+class Sequential(Partition):
     """Fragment i holds neighbouring layers, as evenly as they divide (arXiv 2501.18512, §2.2). Otherwise as `Strided`.
 
         layers of fragment i: ⌊i·L/P⌋ ≤ l < ⌊(i + 1)·L/P⌋          P and L as in `Strided`
@@ -215,7 +215,7 @@ class Sequential:
 
 
 @dataclass(frozen=True)
-class BySize:
+class BySize(Partition):
     """`count` fragments of nearly equal bytes, whatever the layers: each tensor, largest first, goes to the smallest
     fragment.
 

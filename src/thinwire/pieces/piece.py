@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 from thinwire.errors import ConfigurationError
+
+DIGEST_OF_FILE = "__thinwire_digest__"  # the name in a module of a user's own file
 
 
 class Piece(Protocol):
@@ -35,3 +39,27 @@ def _members(protocol: type) -> list[str]:
     """The members that a piece must write itself; all of them, if the protocol answers everything."""
     own: frozenset[str] = getattr(protocol, "__abstractmethods__", frozenset())
     return sorted(own or {name for kind in protocol.__mro__ for name in vars(kind) if not name.startswith("_")})
+
+
+def digests(value: object) -> dict[str, str]:
+    """For each piece in a strategy, method or piece that is not ours: the digest of the user's own file, or the version of its package."""
+    from thinwire import registered  # few strategies have such a piece
+
+    found: dict[str, str] = {}
+    for piece in _nested(value):
+        name, module = type(piece).__name__, type(piece).__module__
+        if digest := getattr(sys.modules.get(module), DIGEST_OF_FILE, None):
+            found[f"own file of {name}"] = digest
+        elif version := registered.version_of(module):
+            found[f"package of {name}"] = version
+    return found
+
+
+def _nested(value: object) -> Iterator[object]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _nested(item)
+    elif is_dataclass(value):
+        yield value
+        for field in fields(value):
+            yield from _nested(getattr(value, field.name))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
 from thinwire.pieces.partition import is_sharded
-from thinwire.state_tree import compact
+from thinwire.types import compact
 
 
 def model_state(model: nn.Module, frozen: bool = True) -> dict[str, Any]:
@@ -90,7 +90,9 @@ def restore_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's own state dict, and its classes. Raises `CheckpointError` if the state dict loses an entry."""
+    """The optimizer's own state dict, and its classes. Raises `CheckpointError` if the state dict loses an entry. What it holds in its attributes
+    is `optimizer_attributes.held_by`.
+    """
     count = len(parameters_of(optimizer))
     keys: Iterable[Any] = optimizer.state
     for key in keys:
@@ -105,12 +107,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Its parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def packages_of(optimizer: torch.optim.Optimizer) -> set[str]:
-    """The packages that define it and its parts, which may keep objects of their own in its state."""
-    parts = [part for part in getattr(optimizer, "parts", ()) if isinstance(part, torch.optim.Optimizer)]
-    return {type(one).__module__.partition(".")[0] for one in (optimizer, *parts)} - {"torch", "builtins"}
 
 
 def check_optimizer_class(optimizer: torch.optim.Optimizer, classes: Sequence[Sequence[str]]) -> None:

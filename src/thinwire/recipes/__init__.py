@@ -6,68 +6,31 @@ the model's shapes; H is `every` and τ is `delay`, both in inner steps; C is th
 of each recipe predicts these bytes for a period and a model of one matrix of 1000 × 1000.
 """
 
-from thinwire.recipes.deltas import co2, diloco, l_greco, local_sgd, muloco, outer_dgc, qsr, sparse_loco
-from thinwire.recipes.gossip import choco, d_psgd, dfedsam, dfedsam_mgs, gasloc, gradient_tracking, moshpit, noloco, sgp
-from thinwire.recipes.gradients import (
-    cgx,
-    data_parallel,
-    demo,
-    dgc,
-    econtrol,
-    ef14,
-    ef21,
-    one_bit_adam,
-    power_sgd,
-    qsgd,
-)
-from thinwire.recipes.streaming import eager_diloco, finetune, streaming_diloco, streaming_sign, streaming_sparse
-from thinwire.recipes.trust import bristle, sybil_wall
+from typing import TYPE_CHECKING
 
-RECIPES = {
-    f.__name__: f
-    for f in (
-        *(data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, streaming_sparse, finetune),
-        *(eager_diloco, sparse_loco),
-        *(qsr, co2, l_greco),
-        *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
-        *(noloco, gasloc, d_psgd, choco, sgp, gradient_tracking, moshpit, dfedsam, dfedsam_mgs, bristle, sybil_wall),
-    )
+from thinwire.lazy import lazily
+
+if TYPE_CHECKING:
+    from thinwire.recipes.deltas import diloco as diloco
+    from thinwire.recipes.deltas import local_sgd as local_sgd
+    from thinwire.recipes.deltas import muloco as muloco
+    from thinwire.recipes.deltas import qsr as qsr
+    from thinwire.recipes.deltas import sparse_loco as sparse_loco
+    from thinwire.recipes.gradients import data_parallel as data_parallel
+    from thinwire.recipes.streaming import eager_diloco as eager_diloco
+    from thinwire.recipes.streaming import finetune as finetune
+    from thinwire.recipes.streaming import streaming_diloco as streaming_diloco
+    from thinwire.recipes.streaming import streaming_sign as streaming_sign
+    from thinwire.recipes.streaming import streaming_sparse as streaming_sparse
+    from thinwire.recipes.table import RECIPES as RECIPES
+
+_HOMES = {
+    **dict.fromkeys(("diloco", "local_sgd", "muloco", "qsr", "sparse_loco"), "deltas"),
+    "data_parallel": "gradients",
+    **dict.fromkeys(
+        ("eager_diloco", "finetune", "streaming_diloco", "streaming_sign", "streaming_sparse"), "streaming"
+    ),
+    "RECIPES": "table",
 }
-
-__all__ = [
-    "RECIPES",
-    "bristle",
-    "cgx",
-    "choco",
-    "co2",
-    "d_psgd",
-    "data_parallel",
-    "demo",
-    "dfedsam",
-    "dfedsam_mgs",
-    "dgc",
-    "diloco",
-    "eager_diloco",
-    "econtrol",
-    "ef14",
-    "ef21",
-    "finetune",
-    "gasloc",
-    "gradient_tracking",
-    "l_greco",
-    "local_sgd",
-    "moshpit",
-    "muloco",
-    "noloco",
-    "one_bit_adam",
-    "outer_dgc",
-    "power_sgd",
-    "qsgd",
-    "qsr",
-    "sgp",
-    "sparse_loco",
-    "streaming_diloco",
-    "streaming_sign",
-    "streaming_sparse",
-    "sybil_wall",
-]
+__all__ = sorted(_HOMES)
+__getattr__ = lazily(__name__, _HOMES)

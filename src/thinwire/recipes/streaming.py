@@ -8,10 +8,9 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.merge import Eager, Keep, KeepUnsent, Mix
 from thinwire.pieces.outer import Nesterov
 from thinwire.pieces.partition import Partition, Strided
-from thinwire.pieces.policy import DenseLast
+from thinwire.pieces.policies import DenseLast
 from thinwire.pieces.schedule import Staggered
-from thinwire.pieces.storage import Anchors
-from thinwire.strategy import Strategy
+from thinwire.strategy import Anchors, Strategy
 
 
 def streaming_diloco(
@@ -91,7 +90,7 @@ def streaming_sign(
 
     The default of `thinwire train`. The composition is ours, its parts are published: fragments in turn (Streaming DiLoCo, arXiv
     2501.18512), signs with error feedback (arXiv 1901.09847), the largest values (arXiv 1809.07599), averages (Local SGD, arXiv
-    1805.09767). docs/log.md has the experiment.
+    1805.09767). docs/experiments.md has the experiment.
 
         departs:   z_m = anchor_p − θ_(m,p)(t) + e_m,   c_m = sign(z_m)·mean|z_m| at the largest tenth of z_m, 0 elsewhere,   e_m ← z_m − c_m
         lands:     anchor_p ← anchor_p − (1/M)·Σ_m c_m,   θ_(m,p) ← anchor_p + (θ_(m,p)(t + τ) − θ_(m,p)(t))
@@ -145,7 +144,7 @@ def streaming_sparse(
 
     A value waits for dozens of steps until it is sent. So a share ρ of what was not sent stays in the replica's own parameters, feedback
     keeps the rest, and the last round sends the signs of the largest quarter. The composition is ours, its parts are published: those of
-    `streaming_sign`, and the own part that stays, from CHOCO-SGD (arXiv 1902.00340). docs/log.md has the experiment.
+    `streaming_sign`, and the own part that stays, from CHOCO-SGD (arXiv 1902.00340). docs/experiments.md has the experiment.
 
         departs:   z_m = anchor_p − θ_(m,p)(t) + e_m,   c_m = sign(z_m)·mean|z_m| at the largest 0.62 % of z_m, 0 elsewhere,   e_m ← z_m − c_m
         lands:     anchor_p ← anchor_p − (1/M)·Σ_m c_m,   θ_(m,p) ← anchor_p − ρ·e_m + (θ_(m,p)(t + τ) − θ_(m,p)(t)),   e_m ← (1 − ρ)·e_m
@@ -199,7 +198,7 @@ def finetune(
 ) -> Strategy:
     """Streaming DiLoCo for short runs, such as those of adapters: with outer rates for few rounds.
 
-    The rates are ours; docs/log.md has the experiment.
+    The rates are ours; docs/experiments.md has the experiment.
 
         lands:     v_p ← μ·v_p + Δ_p,   anchor_p ← anchor_p − η·(Δ_p + μ·v_p),   θ_(m,p) ← α·θ_(m,p) + (1 − α)·anchor_p
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
 from thinwire.errors import ConfigurationError
+from thinwire.exchange.products import inner_products
 from thinwire.pieces.aggregate import Aggregate, Values
-from thinwire.pieces.products import inner_products
 from thinwire.rng import Key
 from thinwire.testing.codecs import law
 from thinwire.testing.toy import same_bits

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from thinwire.codecs import E3M0, Codec, Each, Identity, Int, LowRank, Sign, TopK
-from thinwire.codecs.levelled import may_skip
+from thinwire.catalogue.parsing import PIECES, parse
+from thinwire.codecs import E3M0, Codec, Identity, Sign, TopK
+from thinwire.codecs.base import may_skip
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange
 from thinwire.pieces.aggregate import Aggregate
 from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.inner_optimizers import Inner
+from thinwire.pieces.filters import Filter
+from thinwire.pieces.inner import Inner
 from thinwire.pieces.merge import Merge, Mix, Reset
 from thinwire.pieces.outer import Nesterov, Outer
 from thinwire.pieces.partition import Partition, Strided
 from thinwire.pieces.policy import Policy
 from thinwire.pieces.schedule import Adaptive, Schedule, Staggered
-from thinwire.pieces.transforms import Filter
 from thinwire.strategy import Strategy
 from thinwire.testing import aggregates, codecs, exchanges, pieces, strategies
 from thinwire.testing.codecs import CLAIMS, BrokenLawError, law
@@ -129,7 +130,8 @@ def _composed(piece: object) -> Strategy:
 
 def _with_a_codec(policy: Policy) -> Strategy:
     refused: Exception | None = None
-    for codec in (E3M0(32), TopK(0.3), LowRank(1), Each(Int(4))):
+    candidates: list[Codec] = [E3M0(32), TopK(0.3), *_registered("LowRank(1)", "Each(Int(4))")]
+    for codec in candidates:
         try:
             return Strategy(
                 schedule=Staggered(4, 1), partition=Strided(2), codec=codec, policy=policy, feedback=Feedback(), merge=Mix(0.5)
@@ -139,6 +141,11 @@ def _with_a_codec(policy: Policy) -> Strategy:
     raise ConfigurationError(
         f"check({policy!r}): it works with no codec that was tried; put it into a Strategy(...), and check that."
     ) from refused
+
+
+def _registered(*texts: str) -> list[Codec]:
+    """Those of the codecs that installed packages have; some pieces work with no other."""
+    return [parse(text) for text in texts if text.partition("(")[0] in PIECES]
 
 
 def _of_a_codec(codec: Codec, given: frozenset[str] | None) -> Iterator[Law]:
@@ -167,7 +174,7 @@ def _of_a_codec(codec: Codec, given: frozenset[str] | None) -> Iterator[Law]:
 
 
 def _of_an_exchange(exchange: Exchange) -> Iterator[Law]:
-    candidates = (Identity(), E3M0(32), Sign(), TopK(0.3), LowRank(1, shapes=SHAPES))
+    candidates = (Identity(), E3M0(32), Sign(), TopK(0.3), *(one.fitted(SHAPES) for one in _registered("LowRank(1)")))
     fitting = [codec for codec in candidates if exchanges.fits(exchange, codec)]
     yield "takes a codec", partial(law, fitting, f"check refuses all of {', '.join(map(repr, candidates))}")
     if Identity() in fitting:

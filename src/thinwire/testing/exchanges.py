@@ -11,7 +11,7 @@ from thinwire.codecs import Codec, Identity
 from thinwire.comm import CountedGroup, Group, Ledger, run_threads
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange, Round, SendContext
-from thinwire.exchange.fastest import fits as fits
+from thinwire.exchange.base import fits as fits
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
 from thinwire.testing.codecs import law

@@ -294,7 +294,9 @@ def test_a_vote_waits_for_the_last_ballot_and_for_no_member_that_will_not_vote()
 
     assert waits("first", (3.0, lambda: other.put("first/1"))) == (b"yes", 3.0)
     assert lighthouse.written["first/outcome"] == b"yes"
-    assert waits("second", (2.0, lambda: other.settle("second/outcome", b"no"))) == (b"no", 2.0)
+    assert waits("second", (2.0, lambda: other.put("second/1", "no"))) == (b"no", 2.0)
+    early = (1.0, lambda: other.settle("seventh/outcome", b"no")), (2.0, lambda: other.put("seventh/1"))
+    assert waits("seventh", *early) == (b"no", 2.0)
     assert waits("third") == (None, 9.0) and "third/outcome" not in lighthouse.written
     assert waits("fourth", (1.0, lambda: lighthouse.silence("b"))) == (None, 6.0)
     assert waits("fifth", (4.0, lambda: lighthouse._calls.update({"b-1": (0.0, None)}))) == (None, 4.0)

@@ -17,7 +17,7 @@ from thinwire.comm.group import Group
 from thinwire.comm.threads import Key, ThreadGroup, _Hub
 from thinwire.errors import LinkError
 from thinwire.membership.commit import VoteStore
-from thinwire.membership.rendezvous import AnswerLostError, Membership
+from thinwire.membership.rendezvous import AbsentError, AnswerLostError, Membership
 from thinwire.membership.testing.clock import VirtualTime
 from thinwire.membership.testing.lighthouse import SimulatedLighthouse, SimulatedVoteStore
 from thinwire.membership.timeouts import Timeouts
@@ -344,11 +344,13 @@ class ThreadRendezvous:
                 return room.vain
 
             over = cluster.wait(self._name, lambda: joined() or vain(), seconds)
+            absent = sorted(set(room.names) - room.here)
+            text = f"{', '.join(absent) or 'somebody'} did not come within {seconds:g} s"
             if over and not joined():
-                raise LinkError("the lighthouse has gone, or all others call for another view")
-            if not over:
-                absent = sorted(set(room.names) - room.here) or ["somebody"]
-                raise LinkError(f"{', '.join(absent)} did not come within {seconds:g} s")
+                text = "the lighthouse has gone, or all others call for another view"
+            if not joined():  # while the lighthouse is away, an honest member may not know of this view
+                gone = not cluster.lighthouse.up or cluster.lighthouse.epoch != self._epoch
+                raise LinkError(text) if gone else AbsentError(text, absent)
         return _ThreadGroup(cluster, self._name, room.hub, rank, len(members), self._timeouts.transfer)
 
     def reaches(self, other: Presence) -> bool:

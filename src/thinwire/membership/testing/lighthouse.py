@@ -86,6 +86,7 @@ class SimulatedLighthouse:
         """Wait for the answer of `quorum`. Raises `LinkError`."""
         incarnation, epoch = presence.incarnation, self.epoch
         self.hear(name, incarnation)
+        self._answers.pop(incarnation, None)  # to an earlier call, which it has given up
         self._calls[incarnation] = (self.cluster.time.now, presence)
         self.cluster.time.after(JOIN_SECONDS)
         self.cluster.time.notify_all()
@@ -108,7 +109,7 @@ class SimulatedLighthouse:
         return nobody_comes([self._names.get(name, "") for name in names], self._heard(), calling)
 
     def will_not_vote(self, missing: Collection[str]) -> bool:
-        """Whether a vote waits in vain for one of these incarnations."""
+        """Whether a vote waits in vain for these incarnations."""
         return will_not_vote(missing, self._heard(), self._calls)
 
     def _heard(self) -> set[str]:
@@ -185,9 +186,9 @@ class SimulatedVoteStore:
                 return [who for ballot, (_, who, _) in zip(ballots, self._members) if ballot not in written]
 
             def over() -> bool:
-                if self._gone() or key in self._lighthouse.written:
+                if self._gone() or self._lighthouse.written.get(key) == YES:
                     return True
-                return bool(self._members) and (not missing() or self._lighthouse.will_not_vote(missing()))
+                return bool(self._members) and self._lighthouse.will_not_vote(missing())
 
             self._cluster.wait(self._name, over, seconds)
             voted = self._members and not self._gone() and key not in self._lighthouse.written and not missing()

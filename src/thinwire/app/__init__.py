@@ -1,0 +1,1 @@
+"""The command `thinwire`: trainer, jobs, report, records, planner. It imports the core and net."""

@@ -1,0 +1,393 @@
+"""Writes `RUN/report.html`: one page that shows one run, or several side by side, and needs only a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thinwire.app.records.clocks import text_of_clocks
+from thinwire.app.records.participation import explained_steps
+from thinwire.app.records.run_record import RunRecord, best_loss, text_of_privacy
+from thinwire.app.records.sessions import finite, whole
+from thinwire.app.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_seconds
+from thinwire.app.report.charts import (
+    Chart,
+    colour,
+    drawn_replica,
+    link_chart,
+    loss_chart,
+    text_of_rates,
+    typical_window,
+)
+from thinwire.app.report.diagnosis import delay_page, diagnose
+from thinwire.app.report.distributions import QUANTITIES, distribution_charts
+from thinwire.app.report.page import chart_place, page, table, word
+from thinwire.app.report.timeline import timeline_chart
+from thinwire.errors import DataError
+from thinwire.files import write_whole
+
+NOTES = 200
+
+MEANINGS = {
+    "measured": "real processes on a real link",
+    "emulated": "real processes on a shaped link, or slowed down",
+    "simulated": "virtual time",
+    "predicted": "closed form",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A chart that the caller adds to a report, with the provenance of its figures."""
+
+    name: str
+    title: str
+    text: str
+    word: str
+    chart: Chart
+
+    def html(self) -> str:
+        body = chart_place(self.name, self.chart)
+        soft = f'<p class="soft">{escape(self.text)}</p>'
+        return (
+            f'<section id="section-{self.name}"><h2>{escape(self.title)} {word(self.word)}</h2>{soft}{body}</section>'
+        )
+
+
+def write_report(
+    records: Sequence[RunRecord],
+    out: str | Path,
+    beside: Callable[[Sequence[RunRecord]], Sequence[Section]] = lambda records: (),
+) -> Path:
+    """Write a self-contained HTML page on runs to `out`, and return `out`. `beside` makes further sections.
+
+    A run that has not ended is shown up to its last event. The page has about 5 MB, most of it Plotly; the number of
+    bars and points is bounded. Raises `DataError` if the page cannot be written.
+
+    >>> write_report([RunRecord.load("runs/streaming"), RunRecord.load("runs/ddp")], "comparison.html")   # doctest: +SKIP
+    """
+    trained = any(record.summary.provenance != "simulated" for record in records)  # a simulated run has no loss
+    charts: dict[str, Chart] = {"loss": loss_chart(records)} if trained else {}
+    sections = beside(records)
+    charts |= {section.name: section.chart for section in sections}
+    for index, record in enumerate(records):
+        charts[f"timeline-{index}"] = timeline_chart(record)
+        charts[f"link-{index}"] = link_chart(record, typical_window(record))
+        charts |= {f"{what}-{index}": chart for what, chart in distribution_charts(record).items()}
+    body = "".join(
+        (
+            _headline(records),
+            _section(
+                "loss",
+                "Loss against what it cost",
+                _LOSS.format(drawn_replica(records)),
+                records,
+                chart_place("loss", charts["loss"]),
+            )
+            if trained
+            else "",
+            _section("timeline", "Who computes, who waits", _TIMELINE, records, _per_run(records, charts, "timeline")),
+            _section("link", "Use of the link", _LINK, records, _per_run(records, charts, "link")),
+            *(section.html() for section in sections),
+            _section("distributions", "Distributions", _DISTRIBUTIONS, records, _distributions(records, charts)),
+            _section(
+                "wire", "Who sent what to whom", _WIRE, records, "".join(_wire(r, len(records) > 1) for r in records)
+            ),
+            _diagnoses(records),
+            _section("fragments", "Fragments", "", records, "".join(_fragments(r, len(records) > 1) for r in records)),
+            _section("notes", "Events of note", "", records, "".join(_notes(r, len(records) > 1) for r in records)),
+            _section("settings", "Settings and machine", "", [], _settings(records) + _machine(records)),
+            '<p class="soft">' + "; ".join(f"{w}: {meaning}" for w, meaning in MEANINGS.items()) + ".</p>",
+        )
+    )
+    out = Path(out)
+    title = " · ".join(record.name for record in records)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_whole(out, page(f"Thinwire: {title}", body, charts))
+    except OSError as error:
+        raise DataError(
+            f"the page {out} cannot be written ({error}); about 5 MB are needed. Free some space, or choose another --out."
+        ) from error
+    return out
+
+
+_LOSS = "The thick line is the evaluation of the agreed weights; the thin one is the training loss of {}, smoothed. Repeated steps count once."
+_TIMELINE = (
+    "Without stalls, inner steps leave no gaps, because packets travel while the replica computes. The numbers in the bars are fragments. "
+    "A packet has its full colour while it is on the link, and a faint one while it waits or travels. Drag to move through the run."
+)
+_LINK = "The bits that each replica sends, over time."
+_DISTRIBUTIONS = (
+    "The replicas side by side. A density is a sum of Gaussian kernels; on a logarithmic axis it is that of the logarithm. Small bumps may be "
+    "chance. An exchange begins when a fragment departs and ends when all packets are there."
+)
+_WIRE = (
+    "Every byte by purpose and peer, as each replica's ledger counted it; headers of TCP and IP come on top. Seconds are sums over messages. "
+    '"Queued" and "on the link" are times of an emulated link; a real link does not tell them. "Until there" is the time from the request for '
+    "a message to its arrival, and so contains the lateness of its sender."
+)
+
+_DIAGNOSIS = (
+    "The seconds that recent messages took from sender (row) to receiver (column), and that time divided by the usual one. Only durations are "
+    "compared, each by the clock of one machine."
+)
+
+
+def _diagnoses(records: Sequence[RunRecord]) -> str:
+    """The diagnoses of the runs with messages."""
+    real = [record for record in records if record.summary.provenance != "simulated" and len(record.replicas) > 1]
+    body = "".join(_run_title(record, len(records) > 1) + delay_page(diagnose(record.folder)) for record in real)
+    return _section("diagnosis", "Who is slow", _DIAGNOSIS, real, body) if real else ""
+
+
+def _headline(records: Sequence[RunRecord]) -> str:
+    if len(records) == 1:
+        record = records[0]
+        cards = "".join(
+            f'<div class="card"><span class="what">{escape(what)}</span><b>{escape(value)}</b>'
+            f"{word(record.summary.provenance)}</div>"
+            for what, value in record.summary.figures()
+        )
+        shape = _shape(record)
+        remarks = _score(record, None) + _privacy(record) + _samples(record) + _remarks(record)
+        return (
+            f'<header><h1>{escape(record.name)}</h1><p class="soft">{escape(shape)}</p>'
+            f"<p><code>{escape(record.summary.strategy)}</code></p>{remarks}</header>"
+            f'<div class="cards" id="headline">{cards}</div>{_steps(record)}'
+        )
+    labels = list(dict.fromkeys(what for record in records for what, _ in record.summary.figures()))
+    rows = []
+    for index, record in enumerate(records):
+        figures = dict(record.summary.figures())
+        cells = "".join(
+            f'<td class="n">{escape(figures.get(what, NOTHING))}<br>{word(record.summary.provenance)}</td>'
+            for what in labels
+        )
+        dot = f'<span class="dot" style="background:{colour(index)}"></span>'
+        rows.append(
+            f"<tr><th>{dot}{escape(record.name)}<br><small class=soft>{escape(_shape(record))}</small></th>{cells}</tr>"
+        )
+    best = best_loss(records)
+    remarks = "".join(
+        _score(r, best, named=True)
+        + _steps(r, named=True)
+        + _privacy(r, named=True)
+        + _samples(r, named=True)
+        + _remarks(r, named=True)
+        for r in records
+    )
+    body = f'<section id="headline">{table(["run", *labels], rows, len(labels))}{remarks}</section>'
+    return f"<header><h1>{len(records)} runs side by side</h1></header>{body}"
+
+
+def _shape(record: RunRecord) -> str:
+    summary = record.summary
+    parts = [
+        f"{summary.replicas} replicas",
+        f"{text_of_count(summary.parameters)} parameters",
+        f"{summary.steps:,} inner steps",
+        f"{text_of_count(summary.tokens)} {record.unit}",
+        f"link {text_of_rates(record.rates)}" if record.rates else "link not shaped",
+        record.status,
+        summary.text_of_time(),
+    ]
+    parts = [part for part in parts if part]
+    return " · ".join(parts)
+
+
+def _steps(record: RunRecord, named: bool = False) -> str:
+    told = explained_steps(record.steps)
+    return f'<p class="soft">{escape((record.name + ": " if named else "") + told)}</p>' if told else ""
+
+
+def _samples(record: RunRecord, named: bool = False) -> str:
+    told = record.named_samples
+    return f'<p class="remark">{escape((record.name + ": " if named else "") + told)}</p>' if told else ""
+
+
+def _score(record: RunRecord, best: float | None, named: bool = False) -> str:
+    told = f"{f'{record.name}: score' if named else 'Score'} {record.score(best).text()}."
+    return f'<p class="remark">{escape(told)} {word(record.summary.provenance)}</p>'
+
+
+def _privacy(record: RunRecord, named: bool = False) -> str:
+    told = text_of_privacy(record.privacy)
+    return (
+        f'<p class="remark">{escape((record.name + ": " if named else "") + told)} {word("predicted")}</p>'
+        if told
+        else ""
+    )
+
+
+def _remarks(record: RunRecord, named: bool = False) -> str:
+    name = f"{record.name}: " if named else ""
+    return "".join(f'<p class="alert">{escape(name + remark)}</p>' for remark in record.remarks)
+
+
+def _section(name: str, title: str, text: str, records: Sequence[RunRecord], body: str) -> str:
+    words = " ".join(word(w) for w in dict.fromkeys(record.summary.provenance for record in records))
+    soft = f'<p class="soft">{escape(text)}</p>' if text else ""
+    return f'<section id="section-{name}"><h2>{escape(title)} {words}</h2>{soft}{body}</section>'
+
+
+def _per_run(records: Sequence[RunRecord], charts: Mapping[str, Chart], kind: str) -> str:
+    places = []
+    for index, record in enumerate(records):
+        name = f"{kind}-{index}"
+        told = text_of_clocks(record.clocks) if kind == "timeline" else ""
+        clocks = f'<p class="soft">{escape(told)} The rows are corrected for it.</p>' if told else ""
+        places.append(_run_title(record, len(records) > 1) + chart_place(name, charts[name]) + clocks)
+    return "".join(places)
+
+
+def _distributions(records: Sequence[RunRecord], charts: Mapping[str, Chart]) -> str:
+    places = []
+    for index, record in enumerate(records):
+        there = [name for what in QUANTITIES if (name := f"{what}-{index}") in charts]
+        body = "".join(chart_place(name, charts[name]) for name in there) or '<p class="soft">No step yet.</p>'
+        places.append(_run_title(record, len(records) > 1) + body)
+    return "".join(places)
+
+
+def _run_title(record: RunRecord, several: bool) -> str:
+    return f"<h3>{escape(record.name)} {word(record.summary.provenance)}</h3>" if several else ""
+
+
+def _fragments(record: RunRecord, several: bool) -> str:
+    sizes = record.fragments
+    largest = max((numel for _, numel in sizes), default=1) or 1
+    flights, stalls = [r.flights for r in record.replicas], [r.stalls for r in record.replicas]
+    flown, fragments = np.concatenate([f.end - f.begin for f in flights]), np.concatenate([f.fragment for f in flights])
+    stalled, waited_for = np.concatenate([s.seconds for s in stalls]), np.concatenate([s.fragment for s in stalls])
+    rows = []
+    for index, (name, numel) in enumerate(sizes):
+        seconds = flown[fragments == index]
+        departed = max(replica.departed.get(index, 0) for replica in record.replicas)
+        sent = float(np.mean([replica.sent.get(index, 0) for replica in record.replicas]))
+        refused = max(replica.refused.get(index, 0) for replica in record.replicas)
+        landed = max(replica.landed.get(index, 0) for replica in record.replicas)
+        stall = float(stalled[waited_for == index].sum())
+        bar = f'<span class="bar" style="width:{110 * numel / largest:.0f}px;background:{colour(index)}"></span>'
+        air = float(np.median(seconds)) if len(seconds) else None
+        values = (
+            *(text_of_count(numel), str(departed), str(landed), str(refused)),
+            *(text_of_nbytes(sent / departed if departed else None), text_of_seconds(air)),
+            text_of_seconds(stall / len(record.replicas)),
+        )
+        cells = "".join(f'<td class="n">{value}</td>' for value in values)
+        rows.append(f"<tr><td>{index}</td><th>{escape(name)}</th><td>{bar}</td>{cells}</tr>")
+    head = ["", "fragment", "", "parameters", "rounds", "landed", "refused", "sent a round", "in the air", "stalled"]
+    return _run_title(record, several) + table(head, rows, 7)
+
+
+def _wire(record: RunRecord, several: bool) -> str:
+    rows, predicted, counted, emulated = [], 0, 0, record.bits_per_second is not None
+    unknown = [replica.name for replica in record.replicas if not replica.ledger]
+    for replica in record.replicas:
+        predicted += replica.foreseen
+        for purpose, peer, sent, received in replica.ledger:
+            counted += whole(sent.get("nbytes")) if purpose == "packet" else 0
+            values = (
+                text_of_nbytes(whole(sent.get("nbytes"))),
+                str(whole(sent.get("messages"))),
+                text_of_seconds(finite(sent.get("queued_seconds")) if emulated else None),
+                text_of_seconds(finite(sent.get("transfer_seconds")) if emulated else None),
+                text_of_nbytes(whole(received.get("nbytes"))),
+                str(whole(received.get("messages"))),
+                text_of_seconds(finite(received.get("transfer_seconds"))),
+            )
+            cells = "".join(f'<td class="n">{value}</td>' for value in values)
+            rows.append(
+                f"<tr><th>{escape(replica.name)}</th><td>{escape(purpose)}</td><td>{escape(peer)}</td>{cells}</tr>"
+            )
+    if not rows:
+        return _run_title(record, several) + '<p class="soft">No ledger here: it is written when a run ends.</p>'
+    head = ["", "purpose", "peer", "sent", "messages", "queued", "on the link", "received", "messages", "until there"]
+    sums = (
+        f"Packets, all replicas together: {counted:,} bytes counted; the departures of the log foresaw {predicted:,}."
+    )
+    if counted != predicted:
+        sums += " " + _difference(record, unknown, counted > predicted)
+    return _run_title(record, several) + table(head, rows, 7) + f'<p class="remark">{sums}</p>'
+
+
+def _difference(record: RunRecord, unknown: Sequence[str], more: bool) -> str:
+    """Why counted and predicted bytes differ, as far as the events show."""
+    why = [f"no ledger of {', '.join(unknown)} is here (it is written when a replica ends)"] if unknown else []
+    refused = max(sum(replica.refused.values()) for replica in record.replicas)
+    if any(replica.nbytes_sent < replica.foreseen for replica in record.replicas):
+        why.append("the codec's sizes depend on the values, and the most they can be was foreseen")
+    failed = sum(seen.committed is not True for seen in max((r.rounds for r in record.replicas), key=len, default=()))
+    caught_up = sum(note.kind == "caught_up" for replica in record.replicas for note in replica.notes)
+    if any(replica.sessions > 1 for replica in record.replicas):
+        why.append(
+            "a replica that was started again sends packets in flight at its checkpoint again, and its ledger lacks what it sent after that one"
+        )
+    for count, what in ((refused, "refused"), (failed, "failed")):
+        why += [f"rounds that were {what} ({count}) were sent in part, or again"] if count else []
+    why += [f"replicas caught up {caught_up} times, for which others sent no packets"] if caught_up else []
+    if more and not why:
+        why = ["what a server answers, and what ends a run without rounds, is in the ledgers alone"]
+    return "They differ: " + ("; ".join(why) or "the events do not tell why") + "."
+
+
+def _notes(record: RunRecord, several: bool) -> str:
+    notes = record.notes
+    if not notes:
+        return (
+            _run_title(record, several)
+            + '<p class="soft">None: no warning, refused round, skipped step or restart.</p>'
+        )
+    rows = [
+        f"<tr><td class=t>{text_of_seconds(note.seconds)}</td><td>{note.step}</td><td>{escape(str(note.replica))}</td>"
+        f"<th>{escape(note.kind)}</th><td>{escape(note.text)}</td></tr>"
+        for note in notes[:NOTES]
+    ]
+    more = f'<p class="remark">{len(notes) - NOTES} more are in the event logs.</p>' if len(notes) > NOTES else ""
+    head = ["time", "step", "replica", "event", ""]
+    return _run_title(record, several) + table(head, rows) + more
+
+
+def _settings(records: Sequence[RunRecord]) -> str:
+    flat = [_flat({**record.settings, "made of": record.made_of}) for record in records]
+    return _compared("run.toml", records, flat)
+
+
+def _machine(records: Sequence[RunRecord]) -> str:
+    """The machines of all replicas; where these differ, all values in the order of the replicas."""
+    flat = []
+    for record in records:
+        starts = [replica.start for replica in record.replicas]
+        machines = [one["machine"] if isinstance(one["machine"], dict) else {} for one in starts]
+        each = [_flat({"carrier": one["carrier"], **machine}) for one, machine in zip(starts, machines)]
+        keys = dict.fromkeys(key for one in each for key in one)
+        flat.append({key: "; ".join(dict.fromkeys(one.get(key, NOTHING) for one in each)) for key in keys})
+    return _compared("machine", records, flat)
+
+
+def _compared(title: str, records: Sequence[RunRecord], flat: Sequence[Mapping[str, str]]) -> str:
+    """A table with a row for each key and a column for each run; rows in which runs differ are marked."""
+    rows = []
+    for key in dict.fromkeys(key for one in flat for key in one):
+        values = [one.get(key, NOTHING) for one in flat]
+        cells = "".join(f"<td><code>{escape(value)}</code></td>" for value in values)
+        mark = ' class="differs"' if len(set(values)) > 1 else ""
+        rows.append(f"<tr{mark}><th>{escape(key)}</th>{cells}</tr>")
+    names = [record.name for record in records] if len(records) > 1 else [""]
+    return table([title, *names], rows)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    out: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = NOTHING if value is None else str(value)
+    return out

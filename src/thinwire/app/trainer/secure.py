@@ -1,0 +1,154 @@
+"""Replicas that meet at a hub: all on this machine with their own hub, or one replica with a hub anywhere.
+
+python -m thinwire.app.trainer.secure FOLDER INDEX [--resume] LAUNCHER    one replica, as `train_secure` starts it
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from thinwire.app.records.published import PublishedFolder
+from thinwire.app.records.run_file import read_run_file
+from thinwire.app.trainer.launch import Stop, Tick, as_replica, run_processes, stopping, train_here
+from thinwire.app.trainer.meeting import HUB, KEYS, PATHS, TOKEN
+from thinwire.app.trainer.model import SIZES
+from thinwire.app.trainer.place import Place
+from thinwire.app.trainer.run import OF_PIECES, Run
+from thinwire.app.trainer.run_folder import run_in
+from thinwire.comm import Group, parse_link
+from thinwire.comm.private_files import read_private
+from thinwire.errors import ConfigurationError, LinkError
+from thinwire.net import Hub, SecureGroup, join
+from thinwire.net.frames import with_reducer
+from thinwire.net.keys import write_private
+from thinwire.net.state import REDUCER
+from thinwire.pieces.own_files import shorten
+from thinwire.registered import setting
+
+_CORRECT = (
+    "have it corrected and the hub started again with --run-file, or give each replica a run file of its own: thinwire join TOKEN run.toml "
+    "--name NAME."
+)
+_WAIT_SECONDS = 600.0  # seconds to wait for the other replicas of this machine
+
+
+def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
+    """Run all replicas of `run` as processes of this machine, and their hub in this process. Their output goes to RUN/logs. If the hub
+    averages their packets, another process does that.
+    """
+    replicas = run.placement.replicas
+    hub = Hub(folder / HUB, published=PublishedFolder(folder))
+    try:
+        write_private(folder / HUB / TOKEN, f"{hub.invite(replicas)}\n".encode())
+        command = [sys.executable, "-m", "thinwire.app.trainer.secure", str(folder)]
+        more = ["--resume"] if resume else []
+        averages = setting("reduce").reducing if run.needs_hub else lambda *about, **how: nullcontext()
+        with averages(folder / HUB, replicas, str(folder), orphan_seconds=0.0):
+            run_processes(run, folder, [([*command, str(index), *more], {}) for index in range(replicas)], tick, stop)
+    finally:
+        hub.close()
+
+
+def train_member(run: Run, folder: Path, group: SecureGroup, resume: bool, stop: Stop) -> dict[str, Any]:
+    """Train as one replica of a complete group, with its own `folder`."""
+    try:
+        own = _replicas_of(run, group)
+        return train_here(run, Place(own, folder, resume, stop=stop, alone=True, uploader=group.uploader))
+    finally:
+        _note(group, folder)
+
+
+def _note(group: SecureGroup, folder: Path) -> None:
+    """Keep for the summary how packets have travelled."""
+    (folder / PATHS).unlink(missing_ok=True)
+    if group.sent_straight:
+        (folder / PATHS).write_text(f"{group.describe()}\n")
+
+
+def join_for(
+    run: Run, token: str, name: str, keys: Path, word: str, timeout: float, address: str = "",
+    say: Callable[[str], object] = lambda state: None,
+) -> SecureGroup:  # fmt: skip
+    """Join the hub of `token` for `run`, and wait for the other replicas, which send the same `word`. They dial `address`, if this one
+    listens. `say` is called with each new state of the wait.
+    """
+    link = parse_link(run.placement.uplink)
+    listen = "" if run.placement.listen == "none" else run.placement.listen
+    size, rate = run.placement.replicas, link.bits_per_second if link else None
+    if not run.needs_hub:
+        group = join(
+            token, name, size, keys, word, timeout, rate, listen=listen, address=address, say=say, warn=_unsaid
+        )
+    else:
+        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate, 0, listen, address, say, _unsaid)
+        if group.names[-1] != REDUCER:  # whose name the hub gives to its own reducer alone
+            group.close()
+            raise LinkError(
+                f"{group.names[-1]} has taken the place of the hub's reducer; revoke it: thinwire hub revoke NAME."
+            )
+    group.use_timeout(run.placement.timeout)
+    return group
+
+
+def _unsaid(text: str) -> None:
+    """The command says who is away, beside its progress."""
+
+
+def _replicas_of(run: Run, group: SecureGroup) -> Group:
+    return setting("reduce").WithHub(group) if run.needs_hub else group
+
+
+def run_of_hub(path: Path, elastic: bool) -> Run:
+    """The run of a run file that a hub sends to its members. It must not name files of their machines, because then another machine would
+    decide which files are read or run there. Raises `ConfigurationError`, at the hub and at a member.
+    """
+    try:
+        settings, _ = read_run_file(path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"the hub's run file cannot be read ({error}); {_CORRECT}") from None
+    tokenizer = str(settings.get("tokenizer") or "bytes")
+    named = [name for name in ("text", "job") if settings.get(name)]
+    named += ["model"] if str(settings.get("model", "nano")) not in SIZES else []
+    models = settings.get("models") or []
+    named += ["models"] if not isinstance(models, list) or not set(map(str, models)) <= SIZES.keys() else []
+    named += [] if tokenizer == "bytes" or tokenizer.removeprefix("bpe:").isdigit() else ["tokenizer"]
+    for name in OF_PIECES:
+        text = str(settings.get(name) or "")
+        if ".py" in text or shorten(text) != text:
+            named.append(name)
+    if named:
+        raise ConfigurationError(
+            f"the hub's run file names files or models in {', '.join(named)}, and a hub may name none on the machines of its "
+            f"members; {_CORRECT}"
+        )
+    try:
+        # a member opens no port unless its owner says so
+        return Run.load(path).changed(carrier="secure-elastic" if elastic else "secure", listen="none")
+    except ConfigurationError as error:
+        why = str(error).removeprefix(f"{path}: ").removesuffix(".")
+        raise ConfigurationError(f"the hub's run file is refused ({why}); {_CORRECT}") from None
+
+
+def main() -> int:
+    """One replica, as `train_secure` starts it."""
+    folder, index, resume = Path(sys.argv[1]), int(sys.argv[2]), "--resume" in sys.argv[3:]
+
+    def train(stop: Stop) -> None:
+        run, hub = run_in(folder), folder / HUB
+        with stopping(stop):
+            token = read_private(hub / TOKEN, "the join token").decode()
+            with join_for(run, token, f"replica-{index}", hub / KEYS, str(folder), _WAIT_SECONDS) as group:
+                own = _replicas_of(run, group)
+                train_here(run, Place(own, folder, resume, gpu=index, stop=stop))
+                if index == 0:
+                    _note(group, folder)
+
+    return as_replica(train, has_the_hub=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

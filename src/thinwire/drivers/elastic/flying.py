@@ -1,0 +1,89 @@
+"""The exchange of one elastic round: from a delta to the fragment's next anchor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.codecs import Codec
+from thinwire.drivers.elastic.eviction import EvictionVoter
+from thinwire.drivers.elastic.messages import Ready
+from thinwire.drivers.elastic.plan import RoundPlan
+from thinwire.drivers.fragment import FragmentState, RoundUpdate
+from thinwire.drivers.token_weights import weigh
+from thinwire.errors import LinkError, NonFiniteError, PacketError
+from thinwire.exchange import Buffers, Round, SendContext
+from thinwire.exchange.record import Record
+from thinwire.membership.view import View
+from thinwire.packet import REFUSED
+from thinwire.rng import Key
+from thinwire.strategy import Strategy
+
+
+def fly(
+    strategy: Strategy, codec: Codec, held: FragmentState, view: View, plan: RoundPlan, ready: Ready, context: SendContext,
+    voter: EvictionVoter,
+) -> tuple[RoundUpdate, dict[str, float], dict[int, str]]:  # fmt: skip
+    """Exchange the round's fragment; all members `held` the same anchor of it.
+
+    Every delta is multiplied by weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted mean. The remainder
+    at the end of the run is less than a period, and is averaged, as in a fixed group. Returns the update, the member for which it waited
+    (`waits`), and checksums of all packets by rank.
+    Raises `PacketError`, `BlamedError`.
+    """
+    group, fragment, anchor = view.group, plan.fragment, held.anchor
+    own = group.rank in plan.counted
+    share = plan.weights[group.rank] * group.size / plan.whole
+    delta = ready.delta if own else torch.zeros_like(anchor)
+    outer = strategy.outer.last if plan.finished else strategy.outer
+    moved = RoundUpdate(held, delta, outer, strategy.feedback if own else None, Buffers())
+
+    signal, settle = weigh(moved, share)
+    key = Key(strategy.seed, fragment, plan.round, group.rank)
+    round_ = Round(context, codec, anchor.numel(), key, signal)
+    with voter.watches(round_, view):
+        departure = strategy.exchange.depart(round_, {})
+        arrival = strategy.exchange.arrive(departure, settle)
+    names = [member.name for member in view.members]
+    if refused := tuple(rank for rank, flags in enumerate(arrival.flags) if flags & REFUSED):
+        who = ", ".join(names[rank] for rank in refused)
+        raise BlamedError(f"{who} announced finite values and sent none; the round is dropped.", refused)
+    if arrival.void or not moved.finish():
+        largest = strategy.exchange.largest(departure)
+        most = max(largest.values(), default=0.0)
+        wrong = tuple(rank for rank, value in largest.items() if value >= most)
+        who = "".join(f" Values of {names[rank]} reach {largest[rank]:.3g}." for rank in wrong)
+        raise BlamedError(f"the anchor would not be finite; the round is dropped.{who}", wrong)
+    sums = strategy.exchange.checksums(departure)
+    moved.close()
+    moved.nbytes = strategy.exchange.nbytes_sent(codec, anchor.numel(), group.size, group.rank)
+    moved.nbytes_sent = round_.nbytes_sent
+    return moved, waits(round_.record(names, 0.0, True), names), sums
+
+
+class BlamedError(NonFiniteError):
+    """A round failed because of the values of the ranks `peers`."""
+
+    def __init__(self, text: str, peers: tuple[int, ...]) -> None:
+        super().__init__(text)
+        self.peers = peers
+
+
+def blamed(error: BaseException) -> tuple[int, ...]:
+    """The ranks that made a round fail with `error`, as far as it is known."""
+    if isinstance(error, BlamedError):
+        return error.peers
+    peer = error.peer if isinstance(error, LinkError | PacketError) else None
+    return () if peer is None else (peer,)
+
+
+def waits(record: Record, names: Sequence[str]) -> dict[str, float]:
+    """The seconds for which this member waited for the packet of one other alone, by name: from the time when it had the packets of all
+    others, and had sent its own. Only the first stage is compared, because all later ones wait for it.
+    """
+    came = {flow.peer: max(flow.at.values()) for flow in record.received if flow.stage == 0 and flow.at}
+    if len(came) < 2:
+        return {}
+    (name, last), (_, before) = sorted(came.items(), key=lambda item: -item[1])[:2]
+    return {name: last - before}

@@ -1,0 +1,191 @@
+"""Rounds in flight in a fixed group, seen from the main thread: the common part of their drivers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.group import Group
+from thinwire.drivers.anchor_digests import AnchorDigests
+from thinwire.drivers.base import Driver, Training
+from thinwire.drivers.fragment import FragmentState, RoundUpdate, first_state
+from thinwire.drivers.handshake import agree_on_start, check_start, introduce
+from thinwire.drivers.rounds import RoundPipeline
+from thinwire.drivers.saved_state import delta_in_flight, tensors_to_save
+from thinwire.drivers.token_weights import check_weighing
+from thinwire.pieces.aggregate import Mean
+from thinwire.pieces.partition import Fragment
+from thinwire.strategy import Gradients
+
+T = TypeVar("T")
+_GROUPS, _LONGEST = 64, 100  # of an optimizer, and characters of a value, that replicas compare
+_FIRST_ROUNDS, _ROUNDS_BETWEEN_LOOKS = 3, 32  # of a fragment, in which deltas are compared
+_SAME_DATA = (
+    "the deltas of all {size} replicas are equal bit for bit: they train on the same data with the same random numbers, or something else averages "
+    "their gradients, so more than one replica gains nothing. Give each replica its own share of the data, such as by a sampler with its rank"
+)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The class and the numbers of each group of `optimizer`, as text by name. How it computes (`fused`, `foreach`) may differ."""
+    parts = getattr(optimizer, "parts", [optimizer])
+    facts = {"optimizer": ", ".join(type(part).__name__ for part in parts)}
+    for number, group in enumerate(optimizer.param_groups[:_GROUPS]):
+        for name, value in group.items():
+            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if isinstance(value, int | float | tuple) and name not in ("fused", "foreach", "capturable", "train_mode"):
+                facts[f"optimizer, {name} of group {number}"] = repr(value)[:_LONGEST]
+    return facts
+
+
+class Flights:
+    """The rounds of a `training`: departures and landings.
+
+    Making it is collective: the replicas compare code, strategy and model, and all start from replica 0's weights. `site` is the group
+    of the ranks of one sharded replica. Raises `ConfigurationError`, `DisagreementError`, `ModelError`, `LinkError`.
+    """
+
+    _alike_said = False  # whether the warning about equal deltas was given
+
+    def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
+        if training.tokens is not None:
+            check_weighing(training.strategy)
+        self.training, self.group = training, group
+        weights = {} if training.tokens is None else {"weights": "by tokens"}
+        notes = settings_of(training.optimizer)
+        if unlike := introduce(group, training.strategy, fragments, weights | training.frozen.facts(), notes):
+            training.warn(unlike)
+        training.fragments += [
+            first_state(training.strategy, fragment, index, group.rank, group.size)
+            for index, fragment in enumerate(fragments)
+        ]
+        anchors = [fragment.anchor for fragment in training.fragments]
+        agree_on_start(group, anchors, training.observe)  # nothing to do: not by Python's `warnings`
+        check_start(fragments, anchors)
+        training.load_anchors()
+        self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
+        self.pipeline.monitor.own_step = lambda: training.step
+        self.buffers = self.pipeline.context.buffers
+        agreed = training.strategy.exchange.agrees and not isinstance(training.strategy.signal, Gradients)
+        self.digests = AnchorDigests(training, group) if agreed and group.size > 1 else None
+
+    def depart(self, update: RoundUpdate, began: float, scheduled: bool = True) -> None:
+        """Begin the round of `update`. `began` is the time at which work for this departure began; for `scheduled` see
+        `RoundPipeline.launch`."""
+        training = self.training
+        # Unlike data show in the first values, so this costs little; only the first rounds and some later ones look. Frozen parameters also.
+        looks = update.number < _FIRST_ROUNDS or update.number % _ROUNDS_BETWEEN_LOOKS == 0
+        update.compares = (
+            looks and not self._alike_said and self.group.size > 1 and type(training.strategy.aggregate) is Mean
+        )
+        if looks and update.fragment.index == 0 and self.group.size > 1 and training.strategy.exchange.agrees:
+            update.sample = training.frozen.sample()
+        if self.digests:
+            update.compared = self.digests.departs(update, self.pipeline.facts)
+        self.pipeline.launch(update, training.stall_seconds, scheduled)
+        fields = {"fragment": update.fragment.index, "round": update.number, "nbytes": update.nbytes}
+        training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
+
+    def depart_again(self, update: RoundUpdate) -> None:
+        """Begin the round of `update`, which was in flight when the checkpoint was saved."""
+        self.pipeline.launch(update, self.training.stall_seconds, scheduled=False, resumed=True)
+
+    def land(self, update: RoundUpdate) -> Callable[[], None]:
+        """Wait for `update`, and report its arrival. Returns a function that reports the landing; call it after commit or discard."""
+        training = self.training
+        began = training.clock()
+        self.pipeline.wait(update)
+        stall = training.clock() - began
+        training.stall_seconds += stall
+        self.heard(update)
+        self.pipeline.landed(update, began)
+        fields = {"fragment": update.fragment.index, "round": update.number}
+        training.observe(
+            "flight", training.step, **fields, nbytes=update.nbytes_sent, begin=update.begin, end=update.end,
+            queued_seconds=update.queued_seconds, transfer_seconds=update.transfer_seconds,
+        )  # fmt: skip
+        if not self._alike_said and update.good and update.alike:
+            self._alike_said = True
+            training.warn(_SAME_DATA.format(size=self.group.size))
+        if update.unlike:
+            training.frozen.warn(training.frozen.changed(), training.warn)
+        if not update.good:
+            reason = "NaN or infinity in the delta" if update.refused_by else "the anchor would not be finite"
+            training.observe("refused", training.step, **fields, by=list(update.refused_by), reason=reason)
+        return partial(self._landed, update.fragment, fields, began, stall)
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> list[tuple[int, int, int, Tensor]]:
+        """As `Training.load_state`. Returns the flights in the order of departure: its step, the fragment, the number of the round, and a copy
+        of the delta. Buffers that no fragment holds any longer may be used again.
+        """
+        fragments = self.training.fragments
+        before = tensors_to_save(fragments)
+        self.training.load_state(tensors, facts)
+        self.buffers.swap(before.values(), tensors_to_save(fragments).values())
+        flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
+        if self.digests:
+            self.digests.begin()
+        return [(step, index, number, delta_in_flight(fragments[index], tensors)) for step, index, number in flights]
+
+    def heard(self, update: RoundUpdate) -> None:
+        """Take over the request to stop; all replicas learn of it in the same round."""
+        self.training.stopping |= update.stop
+
+    def _landed(self, fragment: FragmentState, fields: dict[str, int], began: float, stall: float) -> None:
+        if self.digests:
+            self.digests.landed(fragment)
+        training, spent = self.training, self.training.clock() - began - stall
+        training.observe("land", training.step, **fields, begin=began, stall_seconds=stall, seconds_spent=spent)
+
+    def request_stop(self) -> None:
+        """Ask all replicas to stop, with the next round that departs."""
+        self.pipeline.stop_requested = True
+
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        """See `Driver.gather`."""
+        return self.pipeline.gather(payload, limit, purpose, self.training.step)
+
+    def together(self, task: Callable[[Group], T], what: str) -> T:
+        """What the collective `task` returns, given the group; see `Monitor.run`."""
+        pipeline = self.pipeline
+
+        def on_thread() -> T:
+            with torch.no_grad():  # which is a thread's own
+                return task(pipeline.context.group)
+
+        return pipeline.monitor.run(on_thread, what, self.training.step)
+
+    def finish(self) -> None:
+        """Tell the others after how many steps this replica has finished. Does not wait."""
+        self.pipeline.monitor.tell(self.training.step)
+
+    def agree(self) -> None:
+        """Wait until all have finished, after as many steps. Raises `DisagreementError`, `LinkError`."""
+        self.pipeline.monitor.agree(self.training.step)
+
+    def close(self) -> None:
+        """End the exchange threads. What has not landed may never be sent."""
+        flights = [one.flight.operation.number for one in self.training.fragments if one.flight]
+        self.pipeline.monitor.tell(self.training.step, finished=False, first=min(flights, default=None))
+        self.pipeline.close()
+        if self.digests:
+            self.digests.close()
+
+
+class FixedGroupDriver(Driver):
+    """A driver of a fixed group, whose rounds are `Flights`."""
+
+    _flights: Flights
+
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        return self._flights.gather(payload, limit, purpose)
+
+    def request_stop(self) -> None:
+        self._flights.request_stop()
+
+    def close(self) -> None:
+        self._flights.close()

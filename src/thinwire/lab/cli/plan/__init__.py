@@ -1,0 +1,5 @@
+"""The planner's verbs of the lab."""
+
+from thinwire.lazy import lazily
+
+__getattr__ = lazily(__name__, {})

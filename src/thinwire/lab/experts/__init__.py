@@ -1,0 +1,5 @@
+"""Experts, mixtures and ensembles."""
+
+from thinwire.lazy import lazily
+
+__getattr__ = lazily(__name__, {})

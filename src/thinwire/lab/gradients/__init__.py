@@ -1,0 +1,5 @@
+"""Gradient methods beside the core's."""
+
+from thinwire.lazy import lazily
+
+__getattr__ = lazily(__name__, {})

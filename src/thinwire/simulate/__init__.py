@@ -1,3 +1,0 @@
-"""Training over links in virtual time: no tensors, no network, no clock. All figures of this package are *simulated*, those of
-`formulas` *predicted*.
-"""
