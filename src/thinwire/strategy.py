@@ -19,14 +19,13 @@ from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.filters import Filter, check_filters
-from thinwire.pieces.guard import Guard
+from thinwire.pieces.guard import Guard, Privacy
 from thinwire.pieces.inner import Inner, check_momentum
 from thinwire.pieces.merge import Merge, Mix
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Partition, Whole
 from thinwire.pieces.piece import Piece, check_piece
 from thinwire.pieces.policy import LONG_RUN, Constant, Deciding, Policy
-from thinwire.pieces.privacy import Privacy
 from thinwire.pieces.schedule import Adaptive, Every, Schedule
 
 

@@ -17,8 +17,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # export
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.codecs import in_full
-from thinwire.comm.group import Group
-from thinwire.drivers.claim import GroupClaim
+from thinwire.comm.group import Group, GroupClaim
 from thinwire.drivers.fragment import FragmentState, RoundUpdate, first_state
 from thinwire.drivers.gradients import Stepped
 from thinwire.drivers.handshake import compare_settings

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, in_full
-from thinwire.codecs.device import whole_anywhere
+from thinwire.codecs.base import whole_anywhere
 from thinwire.drivers.monitor import Operation
 from thinwire.exchange import Buffers, Direct
 from thinwire.exchange.buffers import CPU

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.drivers.base import Driver, Training, same_bits
-from thinwire.drivers.other_optimizers import OtherOptimizers
-from thinwire.drivers.step_hooks import outermost
+from thinwire.drivers.step_hooks import OtherOptimizers, outermost
 from thinwire.errors import ConfigurationError, DisagreementError, ModelError
-from thinwire.pieces.optimizer_attributes import nested_in
 from thinwire.pieces.partition import is_sharded
 from thinwire.strategy import Gradients
 
@@ -353,6 +351,8 @@ def _scaled() -> bool:
 
 def _wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizers that `optimizer` has in its attributes and that hold all its parameters: those inside SAM, Lookahead and the like."""
+    from thinwire.pieces.optimizer_attributes import nested_in  # needed once there is an optimizer
+
     held = set(map(id, _held([optimizer])))
     inside = [one for one in nested_in(optimizer) if set(map(id, _held([one]))) == held]
     return [one for one in inside if hasattr(one, "_optimizer_step_pre_hooks")]

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.group import Group, gather
+from thinwire.comm.group import Group, GroupClaim, gather
 from thinwire.drivers.attached import Attached
-from thinwire.drivers.claim import GroupClaim
 from thinwire.drivers.handshake import agree_on_start, check_start
 from thinwire.drivers.module_state import clear
 from thinwire.drivers.step_hooks import outermost
