@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("late_imports")
 RUN = """
 strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors state_dtype
 privacy guard carrier aggregate attack liars topology buffers
-least grace weigh evict link uplink listen timeout
+least grace weigh evict link uplink timeout
 model job lora positions text own_text column tokenizer batch sequence accumulate optimizer lr warmup
 weight_decay clip precision models eval_every eval_batches checkpoint_every keep publish slow
 """
@@ -67,7 +67,7 @@ OPTIONS = {
     "seed plot json",
     "lighthouse": "host port heartbeat_timeout secret json",
     "hub": "do who out listen address run_file published publishers publish_bytes uses hours reduce elastic heartbeat_timeout name group now json",
-    "join": "token run name out resume trust keys listen address group publish timeout json",
+    "join": "token run name out resume trust keys group publish timeout json",
     "doctor": "run trust link step_seconds master_addr master_port firewall runs json",
     "docs": "page json",
 }

@@ -32,7 +32,7 @@ from thinwire.strategy import Gradients, Strategy
 
 # settings that may differ between replicas, for `Run.shared`
 MAY_DIFFER = (
-    *("text", "link", "uplink", "listen", "carrier", "timeout", "replicas"),
+    *("text", "link", "uplink", "carrier", "timeout", "replicas"),
     *("strategy", "model", "job", "keep", "publish"),
     *OF_THE_RECIPE,
 )
