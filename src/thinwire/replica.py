@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from thinwire.drivers.model_buffers import SharedBuffers
 from thinwire.drivers.module_state import export_state
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.partition import Fragment
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Elastic
     if not exchange.agrees:
         without: Driver = exchange.driver(training, fragments, group, site)
         return without
-    if isinstance(training.strategy.signal, Gradients):
+    if training.strategy.exchanges_gradients:
         from thinwire.drivers.gradients import GradientDriver
 
         return GradientDriver(training, fragments, group, site)
@@ -103,6 +103,8 @@ class Replica:
     >>> torch.equal(*tw.run_threads(2, train))
     True
     """
+
+    own_loop: ClassVar[Literal[False]] = False  # a method with its own loop says True
 
     def __init__(
         self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

@@ -120,6 +120,13 @@ class Strategy:
     state_dtype: StateDtype = "fp32"
     seed: int = 0
 
+    own_loop: ClassVar[Literal[False]] = False  # a method with its own loop says True
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether replicas exchange the gradient before every inner step, and keep no anchors."""
+        return isinstance(self.signal, Gradients)
+
     def __post_init__(self) -> None:
         protocols: dict[str, Any] = {"schedule": Schedule | Adaptive, "partition": Partition, "codec": Codec}
         protocols |= {"policy": Policy, "exchange": Exchange, "aggregate": Aggregate, "outer": Outer, "merge": Merge}
@@ -147,7 +154,7 @@ class Strategy:
         check_state_dtype(self.state_dtype, deltas)
         self._check_period()
         plain = (Every(1), Average(), Mix())
-        if isinstance(self.signal, Gradients) and (self.schedule, self.outer, self.merge) != plain:
+        if self.exchanges_gradients and (self.schedule, self.outer, self.merge) != plain:
             raise ConfigurationError(
                 f"Gradients() with {self.schedule!r}, {self.outer!r}, {self.merge!r}: gradients are exchanged at every step, and the inner "
                 "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix()."
@@ -211,7 +218,7 @@ class Strategy:
             reason = (
                 f"{self.feedback} adds older deltas to what was clipped, so that no bound holds; leave feedback=None"
             )
-        elif isinstance(self.signal, Gradients):
+        elif self.exchanges_gradients:
             reason = "Gradients() sends one for every step, unclipped; choose Deltas(), with Every(1) if each step is to be exchanged"
         elif self.merge.eager:
             reason = f"{self.merge} counts the own delta as it was before clip and noise; choose Mix()"
@@ -273,7 +280,7 @@ class Strategy:
         owner = next((one for one in self.filters if one.momentum), None)
         if self.inner is not None:
             self.inner.check(optimizer)
-        elif owner and isinstance(self.signal, Gradients):
+        elif owner and self.exchanges_gradients:
             check_momentum(optimizer, owner)
 
     def warm_up(self) -> None:

@@ -27,7 +27,7 @@ from thinwire.errors import ConfigurationError, ModelError
 from thinwire.pieces.inner import highest_rate
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Adaptive, Calendar
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Training:
     def keeps_own(self) -> bool:
         """Whether this replica holds what no other does: its training since the last rounds, or what it has not sent."""
         kept = (state for one in self.fragments for state in (one.feedback, one.exchange, one.aggregate, *one.filtered))
-        return not isinstance(self.strategy.signal, Gradients) or any(kept)
+        return not self.strategy.exchanges_gradients or any(kept)
 
     def anchor_of_each(self) -> dict[int, Tensor]:
         """The anchors in the shapes of the parameters, by the id of a parameter."""

@@ -16,7 +16,6 @@ from thinwire.drivers.base import Driver, Training, same_bits
 from thinwire.drivers.step_hooks import OtherOptimizers, outermost
 from thinwire.errors import ConfigurationError, DisagreementError, ModelError
 from thinwire.pieces.partition import is_sharded
-from thinwire.strategy import Gradients
 
 # By the id of an optimizer, whose hooks keep both alive.
 _attached: WeakValueDictionary[int, InnerSteps] = WeakValueDictionary()
@@ -101,7 +100,7 @@ class InnerSteps:
         self._exchanged = False  # whether the gradients of the next step are exchanged
         self._stepping = self._interrupted = False  # see `check_whole`
         self._early: list[Tensor | None] = []  # those gradients, if that was before the step
-        self._gradients = isinstance(training.strategy.signal, Gradients)
+        self._gradients = training.strategy.exchanges_gradients
         self._optimizers, self._count = optimizers, _count(optimizers)
         self._taken = 0  # inner steps seen here; `training.step` also counts those before a resume
         # The loop may step the optimizer inside a given one itself, as `second_step` of the usual SAM does.

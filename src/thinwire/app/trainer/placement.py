@@ -70,7 +70,7 @@ class Placement(CheckedSettings):
 
     def check_elastic(self, strategy: Strategy | Method, label: str) -> None:
         """Raise `ConfigurationError` if `strategy`, called `label`, cannot run elastically."""
-        if not isinstance(strategy, Strategy):
+        if strategy.own_loop:
             raise ConfigurationError(
                 f"strategy={label} with carrier={self.carrier!r}: a method with its own loop trains in a fixed group; "
                 "leave --elastic out, or choose a recipe."
