@@ -161,7 +161,7 @@ class Strategy:
             )
 
     def __repr__(self) -> str:
-        """The text of the dataclass, without aggregate, guard and state_dtype if they are the defaults, as in earlier versions."""
+        """The text of the dataclass, without aggregate, guard and state_dtype if they are the defaults."""
         usual = {"aggregate": Mean(), "guard": Guard(), "state_dtype": "fp32"}
         named = [f.name for f in fields(self) if f.name not in usual or getattr(self, f.name) != usual[f.name]]
         return f"Strategy({', '.join(f'{name}={getattr(self, name)!r}' for name in named)})"

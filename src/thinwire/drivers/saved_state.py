@@ -38,8 +38,7 @@ def restore(
         raise CheckpointError(
             f"the checkpoint has {len(rounds)} fragments, this strategy makes {len(fragments)}; resume with the run's own strategy."
         )
-    parameters = facts.get("parameters", [names(one) for one in fragments])  # earlier versions saved none
-    for one, there, number, since in zip(fragments, parameters, rounds, facts["since"]):
+    for one, there, number, since in zip(fragments, facts["parameters"], rounds, facts["since"]):
         _load(one, under(f"{one.index}.", tensors), there, outer)
         one.rounds, one.since = number, since
 

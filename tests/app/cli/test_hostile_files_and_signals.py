@@ -95,10 +95,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "step of 5000 digits": (_manifest('{"format": 1, "step": ' + "9" * 5000 + "}"), "digits"),
     "format missing": (_with(format=None), "KeyError: 'format'"),
     "format a tree": (_with(format=[[]]), "has format [[]]"),
-    "format of an earlier version": (
-        _with(format=3),
-        "has format 3, this version reads 5; use the version that wrote it",
-    ),
     "frozen missing": (_with(frozen=None), "KeyError: 'frozen'"),
     "facts a list": (_with(facts=[]), "no sound facts"),
     "a list": (_manifest("[]"), "TypeError"),

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = asked.out or Path("runs") / asked.name
     kept = folder / "run.toml" if asked.resume else None
     path = asked.run or (kept if kept and kept.exists() else None)
-    own = None if path is None else Run.load(path, options.advise)  # before the token is used
+    own = None if path is None else Run.load(path)  # before the token is used
     asked = dataclasses.replace(asked, token=token_of(asked.token))
     console.print(f"dialling {Token.read(asked.token).where}", soft_wrap=True, highlight=False)
     told = admit(asked.token, asked.name, asked.keys)

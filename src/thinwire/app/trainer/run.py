@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -370,11 +370,8 @@ class Run:
         remember()
 
     @classmethod
-    def load(cls, path: Path, advise: Callable[[str], object] = lambda line: None) -> Run:
-        """Read a run file. One without tables, as earlier versions wrote it, is read too, with a line to `advise`.
-
-        Raises `ConfigurationError`, which names the unknown setting or the error.
-        """
+    def load(cls, path: Path) -> Run:
+        """Read a run file. Raises `ConfigurationError`, which names the unknown setting or the error."""
         try:
             settings, table_of = read_run_file(path)
         except (OSError, ValueError) as error:
@@ -397,18 +394,13 @@ class Run:
                 f"{path}: [{tables[0]}] is no table of a run file{nearest(tables[0], PARTS)}; there are {_tables()}."
             )
         for name, table in table_of.items():
-            if table and table != PART_OF[name]:
-                due = f"in [{PART_OF[name]}]" if PART_OF[name] else "above all tables"
-                raise ConfigurationError(f"{path}: {name} is in [{table}]; it belongs {due}.")
+            if table != PART_OF[name]:
+                there, due = (f"in [{part}]" if part else "above all tables" for part in (table, PART_OF[name]))
+                raise ConfigurationError(f"{path}: {name} is {there}; it belongs {due}.")
         try:
-            run = cls.of(**{n: tuple(value) if isinstance(value, list) else value for n, value in settings.items()})
+            return cls.of(**{n: tuple(value) if isinstance(value, list) else value for n, value in settings.items()})
         except TypeError as error:
             raise ConfigurationError(f"{path}: {error}; compare with the run.toml of a run that works.") from None
-        if any(PART_OF[name] and not table for name, table in table_of.items()):
-            advise(
-                f"{path} is a run file of an earlier version; the settings are now in {_tables()} (thinwire docs start)."
-            )
-        return run
 
 
 PARTS: dict[str, type] = {
