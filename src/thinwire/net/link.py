@@ -70,7 +70,7 @@ class HubLink:
         say: Callable[[str], object] = lambda state: None, run: str = "",
     ) -> None:  # fmt: skip
         self._run, self._advice, self._insists, self._say_state = run, advice, insists, say
-        self.enrolment, self._size, self.rate, self._silent = enrolment, size, bits_per_second, silent
+        self.enrolment, self._size, self._rate, self._silent = enrolment, size, bits_per_second, silent
         self._hello = frames.packed(
             frames.HELLO, process or os.urandom(16), label, size, place, str(PROTOCOLS).encode()
         )
@@ -94,11 +94,6 @@ class HubLink:
             None
         )  # called in the loop's thread when the hub, or a member, has been away for long
         self._watching: asyncio.Task[None] | None = None
-
-    @property
-    def welcome(self) -> Welcome | None:
-        """The place in the group; None before all members have joined."""
-        return self._place
 
     @property
     def rank(self) -> int:
@@ -253,7 +248,7 @@ class HubLink:
                 attach = frames.packed(frames.ATTACH, welcome.connection)
                 await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
             for connection in connections(token.port) - before:
-                pace({connection}, self.rate)  # each to the whole rate, because chunks leave one after the other
+                pace({connection}, self._rate)  # each to the whole rate, because chunks leave one after the other
             keep_from_children(connections(token.port))
             await self._carry(control, sequence, bulk, renewals)
         except grpc.aio.AioRpcError as error:
@@ -387,17 +382,17 @@ class HubLink:
             chunk = self.messages.chunk(small, late)
             if chunk is None:
                 late_at = (late_at or time.monotonic() + LATE_SECONDS) if self.messages.waiting_for_late else None
-                await self.sleep(None if late_at is None or late else late_at - time.monotonic())
+                await self._sleep(None if late_at is None or late else late_at - time.monotonic())
                 continue
             body = frames.packed_data(chunk.offset, chunk.receivers, chunk.data)  # a copy: its poster may get it back
             if not small:
-                await self.paced(len(chunk.data))
+                await self._paced(len(chunk.data))
             turn = (turn + 1) % len(streams)
             head = frames.head(frames.DATA, 0, sequences[turn], self._version)
             await self._written(streams[turn], head + body)
             sequences[turn] += 1
 
-    async def sleep(self, seconds: float | None) -> None:
+    async def _sleep(self, seconds: float | None) -> None:
         """Wait for `wake`, at most `seconds`."""
         self._woken.clear()
         self._changed.set()
@@ -407,12 +402,12 @@ class HubLink:
         except TimeoutError:
             pass
 
-    async def paced(self, nbytes: int) -> None:
-        if self.rate is None:
+    async def _paced(self, nbytes: int) -> None:
+        if self._rate is None:
             return
         now = time.monotonic()
         begin = max(now, self._free_at)
-        self._free_at = begin + 8 * nbytes / (PAYLOAD * self.rate)
+        self._free_at = begin + 8 * nbytes / (PAYLOAD * self._rate)
         if begin > now:
             await asyncio.sleep(begin - now)
 
@@ -421,7 +416,7 @@ class HubLink:
         while self._going and self.messages.unfinished:
             self._changed.clear()
             await self._changed.wait()
-        await self.paced(nbytes)
+        await self._paced(nbytes)
 
     async def _written(self, stream: Any, frame: bytes) -> None:
         await written(stream, frame)

@@ -270,8 +270,8 @@ class PublicPort(ABC):
 class TcpProxy(PublicPort):
     """A public port in front of a gRPC server at a Unix socket, `inner`. See `PublicPort`."""
 
-    def __init__(self, audit: AuditLog, seconds: float, stays: bool = True, bounds: Bounds | None = None) -> None:
-        super().__init__(audit, seconds, stays, bounds)
+    def __init__(self, audit: AuditLog, seconds: float, bounds: Bounds | None = None) -> None:
+        super().__init__(audit, seconds, stays=True, bounds=bounds)
         self._folder, self._lock = _socket_folder()
         self.inner = self._folder / "grpc"
         self._numbers = count()
