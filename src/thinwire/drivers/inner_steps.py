@@ -104,17 +104,18 @@ class InnerSteps:
         self._optimizers, self._count = optimizers, _count(optimizers)
         self._taken = 0  # inner steps seen here; `training.step` also counts those before a resume
         # The loop may step the optimizer inside a given one itself, as `second_step` of the usual SAM does.
-        wrapped = [(inside, one) for one in optimizers for inside in _wrapped(one)]
-        self._outer = {id(inside): one for inside, one in wrapped}
+        families = [(one, *_wrapped(one)) for one in optimizers]
+        self._outer = {id(inside): one for one, *wrapped in families for inside in wrapped}
         self._all = frozenset(map(id, optimizers))
         self._due = set(self._all)  # the optimizers that have not stepped since the last inner step
         exchanged = [p for fragment in training.fragments for _, p in fragment.fragment.parameters]
-        hooked = [*((one, one) for one in optimizers), *wrapped]
-        self._others = OtherOptimizers([one for one, _ in hooked], exchanged, training.warn)
+        # by their hooks: Fabric's wrapper has those of the optimizer inside it, and its own step runs none
+        hooked = {id(_hooks_of(member)): (member, family) for family in families for member in family}.values()
+        self._others = OtherOptimizers([member for family in families for member in family], exchanged, training.warn)
         self._ids = set(map(id, exchanged))
         self._frozen = [p for p in _held(optimizers) if id(p) not in self._ids]
-        self._hooks = [one.register_step_pre_hook(outermost(self._steps, outer)) for one, outer in hooked]
-        self._hooks += [one.register_step_post_hook(outermost(self._stepped, outer)) for one, outer in hooked]
+        self._hooks = [one.register_step_pre_hook(outermost(self._steps, family)) for one, family in hooked]
+        self._hooks += [one.register_step_post_hook(outermost(self._stepped, family)) for one, family in hooked]
         self._places = _Places(training.model, self._ids)
         self._counting, self._looked = (
             False,
@@ -355,6 +356,10 @@ def _wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     held = set(map(id, _held([optimizer])))
     inside = [one for one in nested_in(optimizer) if set(map(id, _held([one]))) == held]
     return [one for one in inside if hasattr(one, "_optimizer_step_pre_hooks")]
+
+
+def _hooks_of(optimizer: torch.optim.Optimizer) -> object:
+    return optimizer._optimizer_step_pre_hooks
 
 
 def _held(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 StepHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 
-def outermost(hook: StepHook, outer: torch.optim.Optimizer | None = None) -> StepHook:
+def outermost(hook: StepHook, family: Sequence[torch.optim.Optimizer] = ()) -> StepHook:
     """`hook` for `register_step_pre_hook` or `register_step_post_hook`, without the calls for a step inside a step of the same optimizer or of
-    `outer`, which may wrap it.
+    one of its `family`, which may wrap it.
 
     torch wraps the `step` of each class, so a subclass that calls `super().step()` calls all hooks twice. `torch.compile` of a step leaves
     the hook as it is.
@@ -29,7 +27,7 @@ def outermost(hook: StepHook, outer: torch.optim.Optimizer | None = None) -> Ste
         frame = sys._getframe(1)
         while frame.f_back and frame.f_locals.get("self") is not optimizer:  # the compiler's frames come between
             frame = frame.f_back
-        if not _inside_another((optimizer, outer or optimizer), frame):
+        if not _inside_another((optimizer, *family), frame):
             hook(optimizer, args, kwargs)
 
     return torch.compiler.disable(called)  # type: ignore[no-any-return, no-untyped-call]
