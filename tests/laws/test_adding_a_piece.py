@@ -196,7 +196,8 @@ TESTS = (
     *("tests/repo/test_docstrings.py", "tests/repo/test_public_names_and_options.py"),
     *(
         "-k",
-        "Mine or rare_sgd or own_mean or greet or every_piece_has_a_row or text_of_a_piece or public_names_are or every_name or every_option or methods_have",
+        "Mine or rare_sgd or own_mean or greet or every_piece_has_a_row or text_of_a_piece or public_names_are "
+        "or every_name or every_option or methods_have",
     ),
 )
 DUE = (
