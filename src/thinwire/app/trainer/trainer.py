@@ -107,8 +107,9 @@ class Trainer(ABC):
         if isinstance(self.job, OwnJob) and isinstance(self.optimizer, SharpnessAware):
             self.job.held = run.data.accumulate
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        self._saves = False  # whether this process has written a checkpoint
         self.checkpoints, self._held = place.folder / "checkpoints" / place.name, HeldFolder(place.folder)
+        # now, because a run folder that is deleted while its run trains is not made anew by the first checkpoint
+        self.checkpoints.parent.mkdir(exist_ok=True)
         self.replica = self._attach(facts)
         self.micros = micro_batches(run.data.accumulate, self.replica)
 
@@ -351,9 +352,8 @@ class Trainer(ABC):
                 self.replica,
                 dataclasses.asdict(self._totals()) | {"data": self.job.state(), "samples": self.reader.notes()},
                 self.run.placement.keep,
-                parents=not self._saves,  # a folder that is deleted from now on stays so
+                parents=False,
             )
-            self._saves = True
         except CheckpointError as error:
             self.log.emit("warning", self.replica.step, message=f"{error}{self._at_risk()}")
             return error
