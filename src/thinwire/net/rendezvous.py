@@ -1,4 +1,4 @@
-"""Elastic replicas behind any NAT: they find each other at a hub, which also carries their groups (comm/secure).
+"""Elastic replicas behind any NAT: they find each other at a hub, which also carries their groups (thinwire.net).
 
 A certificate proves a member's name: the hub passes on a presence, and adds a process to a group, only under that name. The hub keeps
 the same `MemberRegistry` as a lighthouse, and decides nothing else.
