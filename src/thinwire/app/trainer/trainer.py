@@ -108,9 +108,9 @@ class Trainer(ABC):
             self.job.held = run.data.accumulate
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.checkpoints, self._held = place.folder / "checkpoints" / place.name, HeldFolder(place.folder)
-        # now, because a run folder that is deleted while its run trains is not made anew by the first checkpoint
-        self.checkpoints.parent.mkdir(exist_ok=True)
         self.replica = self._attach(facts)
+        # once the others have let it in, and before it trains: a run folder deleted from then on is not made anew by a checkpoint
+        self.checkpoints.parent.mkdir(exist_ok=True)
         self.micros = micro_batches(run.data.accumulate, self.replica)
 
     def _agree(self, facts: dict[str, Any]) -> None:
