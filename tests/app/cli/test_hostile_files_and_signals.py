@@ -237,11 +237,11 @@ def test_run_files_that_exhaust_the_parser_are_refused(tmp_path: Path, capsys: p
     file = tmp_path / "run.toml"
     for text, says in {
         "text = " + "[" * 20_000 + "]" * 20_000: "nested too deeply",
-        'strategy = "' + "(" * 50_000 + '"': "at most 10,000 are read",
-        'codec = "' + "-" * 9_000 + '1"': "cannot read",
-        'codec = "' + "Each(" * 1500 + ")" * 1500 + '"': "cannot read",
-        "steps = " + "9" * 4000: "a whole number is needed",
-        'strategy = "\\u001b[2J\\u001b]0;x\\u0007"': r"\x1b[2J",
+        '[method]\nstrategy = "' + "(" * 50_000 + '"': "at most 10,000 are read",
+        '[method]\ncodec = "' + "-" * 9_000 + '1"': "cannot read",
+        '[method]\ncodec = "' + "Each(" * 1500 + ")" * 1500 + '"': "cannot read",
+        "[optimizer]\nsteps = " + "9" * 4000: "a whole number is needed",
+        '[method]\nstrategy = "\\u001b[2J\\u001b]0;x\\u0007"': r"\x1b[2J",
     }.items():
         file.write_text(text)
         assert main(["train", str(file)]) == 2
