@@ -235,16 +235,24 @@ class Replica:
         self._training.frozen.begin()  # the model was loaded before
 
     def state_dict(self) -> dict[str, Any]:
-        """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""
+        """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder. With what
+        the optimizer holds in its attributes, such as an optimizer inside it. Raises `CheckpointError`, with the path of what cannot be saved.
+        """
         from thinwire.drivers import stateful
+        from thinwire.pieces import optimizer_attributes
 
-        return stateful.pack_state(stateful.owner(self.group, self._site), self.strategy, self.state())
+        held = optimizer_attributes.pack_apart(self.optimizer, self.model)
+        return stateful.pack_state(stateful.owner(self.group, self._site), self.strategy, self.state(), held)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """As `load_state`, from `state_dict()`; model and inner optimizer are loaded before it."""
         from thinwire.drivers import stateful
+        from thinwire.pieces import optimizer_attributes
 
-        self.load_state(*stateful.unpack_state(stateful.owner(self.group, self._site), self.strategy, saved))
+        state, held = stateful.unpack_state(stateful.owner(self.group, self._site), self.strategy, saved)
+        if held:
+            optimizer_attributes.restore_apart(self.optimizer, self.model, held)
+        self.load_state(*state)
 
     def finish(self, keep_seconds: float = 0.0) -> None:
         """Land the rounds in flight, exchange the training since then, leave the outer weights in the model, and close a `Membership`. If a member

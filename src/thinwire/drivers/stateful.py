@@ -51,8 +51,6 @@ def check_origin(
     """The `facts` of a state. Raises `CheckpointError` if it is that of another strategy, or of another replica, or of another number, where
     a replica `keeps_own`."""
     _check_strategy(facts.get("strategy", "an unknown strategy"), training.strategy)
-    if isinstance(group, ElasticGroup) or not training.keeps_own:
-        return facts
     here = _place(group, site)
     if not here or not training.keeps_own:
         return facts

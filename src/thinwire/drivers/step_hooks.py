@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary

@@ -56,6 +56,7 @@ from thinwire.membership.rendezvous import Membership
 from thinwire.pieces import optimizer_attributes
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
+from thinwire.state_tree import Packed
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
 

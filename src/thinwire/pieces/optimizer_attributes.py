@@ -35,6 +35,13 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError
+from thinwire.pieces.training_state import (
+    meshes_of,
+    optimizer_state,
+    parameters_of,
+    restore_optimizer,
+)
+from thinwire.state_tree import Packed, is_data, pack, unpack
 
 _DEPTH = 8  # of objects and containers in an attribute
 _OBJECTS = 1 << 14  # most that are looked through
@@ -207,8 +214,6 @@ class _Capture:
         return held
 
     def _value(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
-        from thinwire.state_tree import is_data  # which stands above the pieces
-
         if isinstance(value, Tensor | torch.Generator):
             shares = isinstance(value, Tensor) and id(value) not in self._known and _memory(value) in self._memory
             return value if self._states and not shares else STAYS
