@@ -30,8 +30,7 @@ from torch import Tensor
 import thinwire as tw
 from thinwire.app.trainer.run import Run
 from thinwire.codecs import E3M0, Cast, ChunkedTopK, Codebook, Codec, Int, Sign
-from thinwire.codecs.bits import unpack
-from thinwire.codecs.layout import Symbols
+from thinwire.codecs.layout import Symbols, unpack
 from thinwire.lab.codecs.entropy import Entropy
 from thinwire.rng import Key
 

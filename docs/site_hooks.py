@@ -112,7 +112,7 @@ def _linked() -> list[str]:
 def reference() -> dict[str, str]:
     """A page for each package: its public names, each with its signature and docstring."""
     names: dict[str, list[str]] = {}
-    modules = ("thinwire.public", "thinwire.catalogue", "thinwire.recipes")
+    modules = ("thinwire.public", "thinwire.catalogue", "thinwire.recipes.table")
     for module, exported in [*(one for name in modules for one in _exports(name)), *BESIDE.items()]:
         names.setdefault(module.split(".")[1], []).extend(f"{module}.{name}" for name in exported)
     names["methods"] = [f"thinwire.lab.methods.{name}" for name in _all("thinwire.lab.methods") if name != "METHODS"]

@@ -436,17 +436,6 @@ def secure(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["link", "method", "utilization", "steps/s of bare", *times, "MB sent in 30 steps"], rows
 
 
-def straight(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Rows of benchmarks/straight.py: both shapes beside their predictions, and whether the faster is chosen."""
-    rows = []
-    for place in result["places"]:
-        for row in place["rows"]:
-            both = [f"{row[f'{shape}_seconds']:.2f} ({row[f'{shape}_predicted']:.2f})" for shape in ("star", "mesh")]
-            hub = f"{place['hub']}, {place['hub_bits_per_second'] / 1e6:.0f} Mbit/s"
-            rows.append([hub, f"{row['nbytes'] / 1e6:g} MB", *both, row["chosen_predicted"], row["faster"]])
-    return ["hub", "packet", "star, s (predicted)", "mesh, s (predicted)", "chosen", "faster"], rows
-
-
 CARRIERS = {"secure": "secure carrier", "gloo": "gloo", "tls": "TLS sockets"}
 
 
@@ -829,7 +818,6 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "entropy": entropy,
     "exchange": exchange,
     "secure": secure,
-    "straight": straight,
     "simulate": simulate,
     "memory": memory,
     "passes": passes,

@@ -46,7 +46,7 @@ from thinwire.pieces import optimizer_attributes, training_state
 from thinwire.state_tree import Packed, Unlike, pack, pack_together, unpack
 from thinwire.version import __version__
 
-FORMAT = 5
+FORMAT = 1
 _FILES = ("model.safetensors", "inner.safetensors", "outer.safetensors")
 _MANIFEST = {"step": int, "strategy": str, "facts": dict, "frozen": bool, "notes": dict, "files": dict}
 _TREE = "thinwire.tree"  # in the metadata of a file of tensors

@@ -32,7 +32,7 @@ from torch import Tensor
 from thinwire.errors import DisagreementError, PacketError
 
 MAGIC = b"TWPK"
-VERSION = 4
+VERSION = 1
 REFUSED = 1
 STOP = 2
 PARTIAL = 4

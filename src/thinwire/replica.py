@@ -7,23 +7,20 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.group import ElasticGroup, Group
+from thinwire.comm.group import ElasticGroup, Group, GroupClaim
 from thinwire.drivers.base import Driver, Training, anchored
-from thinwire.drivers.claim import GroupClaim
-from thinwire.drivers.deltas import DeltaDriver
 from thinwire.drivers.inner_steps import InnerSteps, as_one, optimizers_of
 from thinwire.drivers.loop_warnings import LoopWarnings, silent
 from thinwire.drivers.model_buffers import SharedBuffers
 from thinwire.drivers.module_state import export_state
-from thinwire.drivers.stateful import check_origin, owner, pack_state, unpack_state, with_origin
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.partition import Fragment
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
 if TYPE_CHECKING:
@@ -45,10 +42,12 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Elastic
     if not exchange.agrees:
         without: Driver = exchange.driver(training, fragments, group, site)
         return without
-    if isinstance(training.strategy.signal, Gradients):
+    if training.strategy.exchanges_gradients:
         from thinwire.drivers.gradients import GradientDriver
 
         return GradientDriver(training, fragments, group, site)
+    from thinwire.drivers.deltas import DeltaDriver
+
     return DeltaDriver(training, fragments, group, site)
 
 
@@ -104,6 +103,8 @@ class Replica:
     >>> torch.equal(*tw.run_threads(2, train))
     True
     """
+
+    own_loop: ClassVar[Literal[False]] = False  # a method with its own loop says True
 
     def __init__(
         self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -220,29 +221,35 @@ class Replica:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a resume bit for bit needs besides model and inner optimizer: the replica's own tensors (copy them to go back), facts for JSON."""
-        return with_origin(self._driver.state(), self.strategy, self.group, self._site)
+        from thinwire.drivers import stateful  # at the first save
+
+        return stateful.with_origin(self._driver.state(), self.strategy, self.group, self._site)
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`. In a
         fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors).
         """
-        self._driver.load_state(tensors, check_origin(facts, self._training, self.group, self._site))
+        from thinwire.drivers import stateful
+
+        self._driver.load_state(tensors, stateful.check_origin(facts, self._training, self.group, self._site))
         self._training.frozen.begin()  # the model was loaded before
 
     def state_dict(self) -> dict[str, Any]:
         """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder. With what
         the optimizer holds in its attributes, such as an optimizer inside it. Raises `CheckpointError`, with the path of what cannot be saved.
         """
+        from thinwire.drivers import stateful
         from thinwire.pieces import optimizer_attributes
 
         held = optimizer_attributes.pack_apart(self.optimizer, self.model)
-        return pack_state(owner(self.group, self._site), self.strategy, self.state(), held)
+        return stateful.pack_state(stateful.owner(self.group, self._site), self.strategy, self.state(), held)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """As `load_state`, from `state_dict()`; model and inner optimizer are loaded before it."""
+        from thinwire.drivers import stateful
         from thinwire.pieces import optimizer_attributes
 
-        state, held = unpack_state(owner(self.group, self._site), self.strategy, saved)
+        state, held = stateful.unpack_state(stateful.owner(self.group, self._site), self.strategy, saved)
         if held:
             optimizer_attributes.restore_apart(self.optimizer, self.model, held)
         self.load_state(*state)

@@ -19,14 +19,13 @@ from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.filters import Filter, check_filters
-from thinwire.pieces.guard import Guard
+from thinwire.pieces.guard import Guard, Privacy
 from thinwire.pieces.inner import Inner, check_momentum
 from thinwire.pieces.merge import Merge, Mix
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Partition, Whole
 from thinwire.pieces.piece import Piece, check_piece
 from thinwire.pieces.policy import LONG_RUN, Constant, Deciding, Policy
-from thinwire.pieces.privacy import Privacy
 from thinwire.pieces.schedule import Adaptive, Every, Schedule
 
 
@@ -121,6 +120,13 @@ class Strategy:
     state_dtype: StateDtype = "fp32"
     seed: int = 0
 
+    own_loop: ClassVar[Literal[False]] = False  # a method with its own loop says True
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether replicas exchange the gradient before every inner step, and keep no anchors."""
+        return isinstance(self.signal, Gradients)
+
     def __post_init__(self) -> None:
         protocols: dict[str, Any] = {"schedule": Schedule | Adaptive, "partition": Partition, "codec": Codec}
         protocols |= {"policy": Policy, "exchange": Exchange, "aggregate": Aggregate, "outer": Outer, "merge": Merge}
@@ -148,14 +154,14 @@ class Strategy:
         check_state_dtype(self.state_dtype, deltas)
         self._check_period()
         plain = (Every(1), Average(), Mix())
-        if isinstance(self.signal, Gradients) and (self.schedule, self.outer, self.merge) != plain:
+        if self.exchanges_gradients and (self.schedule, self.outer, self.merge) != plain:
             raise ConfigurationError(
                 f"Gradients() with {self.schedule!r}, {self.outer!r}, {self.merge!r}: gradients are exchanged at every step, and the inner "
                 "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix()."
             )
 
     def __repr__(self) -> str:
-        """The text of the dataclass, without aggregate, guard and state_dtype if they are the defaults, as in earlier versions."""
+        """The text of the dataclass, without aggregate, guard and state_dtype if they are the defaults."""
         usual = {"aggregate": Mean(), "guard": Guard(), "state_dtype": "fp32"}
         named = [f.name for f in fields(self) if f.name not in usual or getattr(self, f.name) != usual[f.name]]
         return f"Strategy({', '.join(f'{name}={getattr(self, name)!r}' for name in named)})"
@@ -212,7 +218,7 @@ class Strategy:
             reason = (
                 f"{self.feedback} adds older deltas to what was clipped, so that no bound holds; leave feedback=None"
             )
-        elif isinstance(self.signal, Gradients):
+        elif self.exchanges_gradients:
             reason = "Gradients() sends one for every step, unclipped; choose Deltas(), with Every(1) if each step is to be exchanged"
         elif self.merge.eager:
             reason = f"{self.merge} counts the own delta as it was before clip and noise; choose Mix()"
@@ -274,7 +280,7 @@ class Strategy:
         owner = next((one for one in self.filters if one.momentum), None)
         if self.inner is not None:
             self.inner.check(optimizer)
-        elif owner and isinstance(self.signal, Gradients):
+        elif owner and self.exchanges_gradients:
             check_momentum(optimizer, owner)
 
     def warm_up(self) -> None:

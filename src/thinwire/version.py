@@ -86,12 +86,12 @@ def common(stated: Collection[Protocols | None]) -> bool:
 
 # A release that changes the frames between members and a hub, requests to join a hub, requests of followers or publishers, or the messages between
 # replicas and a lighthouse, raises `newest` here. It raises `oldest` to the same number, unless both its sides still speak the older ones.
-HUB_FRAMES = Protocols(oldest=4, newest=6, release=__version__)
-JOIN_REQUESTS = Protocols(oldest=3, newest=3, release=__version__)
-FOLLOWER_REQUESTS = Protocols(oldest=2, newest=2, release=__version__)  # version 1 stated no range
+HUB_FRAMES = Protocols(oldest=1, newest=1, release=__version__)
+JOIN_REQUESTS = Protocols(oldest=1, newest=1, release=__version__)
+FOLLOWER_REQUESTS = Protocols(oldest=1, newest=1, release=__version__)
 PUBLISHER_REQUESTS = Protocols(oldest=1, newest=1, release=__version__)
-LIGHTHOUSE_MESSAGES = Protocols(oldest=4, newest=4, release=__version__)
+LIGHTHOUSE_MESSAGES = Protocols(oldest=1, newest=1, release=__version__)
 
 # A release that changes a format on the wire, or the last bit of a result, raises `newest`. It raises `oldest` to the same number,
 # unless replicas of the previous release read its messages and compute the same bits.
-PROTOCOLS = Protocols(oldest=3, newest=3, release=__version__)
+PROTOCOLS = Protocols(oldest=1, newest=1, release=__version__)

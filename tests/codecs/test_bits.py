@@ -7,7 +7,7 @@ import torch
 from pieces import over
 
 import thinwire as tw
-from thinwire.codecs.bits import ascending_nbytes, pack, pack_ascending, packed_nbytes, unpack, unpack_ascending
+from thinwire.codecs.layout import ascending_nbytes, pack, pack_ascending, packed_nbytes, unpack, unpack_ascending
 from thinwire.rng import draw as rng
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.codecs.base import Codec
-from thinwire.codecs.device import encode_from, runs_anywhere
+from thinwire.codecs.base import Codec, encode_from, runs_anywhere
 from thinwire.rng import Key
 
 SEEN: list[tuple[Tensor, Tensor]] = []

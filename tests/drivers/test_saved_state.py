@@ -204,7 +204,7 @@ def test_a_flight_without_its_whole_delta_is_refused(strategy: tw.Strategy, nume
 
 
 def test_the_state_of_another_strategy_is_refused() -> None:
-    """Also where its tensors have the same names and sizes; a state of an earlier version does not name its strategy."""
+    """Also where its tensors have the same names and sizes."""
     (group,) = tw.ThreadGroup.create(1)
     model = toy()
     optimizer = own(tw.diloco(every=4), model)
@@ -214,6 +214,4 @@ def test_the_state_of_another_strategy_is_refused() -> None:
     replica = tw.Replica(tw.diloco(every=8), model, optimizer, group)
     with pytest.raises(tw.CheckpointError, match=r"made by .*every=4.*, this run uses .*every=8.*; resume with"):
         replica.load_state(tensors, facts)
-    facts.pop("strategy")
-    replica.load_state(tensors, facts)
     replica.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from resumed_optimizers import SAM
 
 import thinwire as tw
 from thinwire.lab.methods import Flasc
@@ -49,6 +50,26 @@ def test_a_step_inside_a_step_is_one_inner_step(strategy: tw.Strategy) -> None:
         assert replica.step == step
     assert torch.cat(replica.anchors()).abs().max() == torch.tensor(0.01)
     replica.close()
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_the_wrapper_of_fabric_counts_each_step_once(wraps: bool) -> None:
+    """It has the hooks of the optimizer inside it, which may have another one inside."""
+    fabric_of = pytest.importorskip("lightning.fabric").Fabric
+    model, (group,) = torch.nn.Linear(2, 1), tw.ThreadGroup.create(1)
+    inner = SAM(model.parameters(), torch.optim.AdamW, lr=0.1) if wraps else torch.optim.AdamW(model.parameters())
+    called, optimizer = fabric_of(accelerator="cpu", devices=1).setup(model, inner)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = called(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    with tw.Replica(tw.local_sgd(every=2), model, optimizer, group) as replica:
+        for step in range(1, 4):
+            optimizer.step(closure)
+            assert replica.step == step
 
 
 class Going(torch.optim.SGD):

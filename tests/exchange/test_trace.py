@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.exchange.record import RESOLUTION, Flow, Record
-from thinwire.exchange.trace import Trace
+from thinwire.exchange.record import RESOLUTION, Flow, Record, Trace
 
 
 def test_a_trace_notes_sends_and_receives_of_each_peer():

@@ -16,7 +16,7 @@ from pieces import CODECS, over
 import thinwire as tw
 from thinwire import kernels
 from thinwire.codecs import base, warm_up
-from thinwire.codecs.bits import ascending_nbytes, low_bits, packed_nbytes
+from thinwire.codecs.layout import ascending_nbytes, low_bits, packed_nbytes
 from thinwire.kernels import cpu_block as cpu
 from thinwire.kernels import cpu_sparse, reference
 from thinwire.kernels import numba_support as compiled

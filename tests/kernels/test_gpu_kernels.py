@@ -14,7 +14,7 @@ from pieces import CODECS, OUTERS
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.codecs.device import encode_from, runs_anywhere
+from thinwire.codecs.base import encode_from, runs_anywhere
 from thinwire.kernels import reference
 from thinwire.rng import Key
 from thinwire.testing.toy import same_bits

@@ -75,3 +75,7 @@ def test_a_package_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text("[thinwire.methods]\nbroken = not_there\n")
     told = thinwire(tmp_path, tmp_path, "train", "--strategy", "broken_one", "--out", "run", code=2)
     assert "broken declares not_there" in told and "uninstall broken" in told
+    (info / "entry_points.txt").write_text("[thinwire.verbs]\nbroken = not_there\n")
+    for asked in ("--help", "nonesuch"):
+        told = thinwire(tmp_path, tmp_path, asked, code=2)
+        assert told.count("\n") == 1 and "uninstall broken" in told

@@ -65,7 +65,7 @@ def test_a_group_is_of_one_run_and_epoch_and_of_the_views_members(run: str, monk
     member = arrived(*([run] if run else []), bits_per_second=8e6)
     assert member.connect("epoch 7", MEMBERS, 1).names == ("lima", "oslo") and not closed  # type: ignore[attr-defined]
     label = hashlib.sha256(f"thinwire elastic {run} epoch 7".encode()).digest()
-    assert links == [(ENROLMENT, label, 2, 8e6, "", 1, b"0123456789abcdef", 7.0, False, None)]
+    assert links == [(ENROLMENT, label, 2, 8e6, "", 1, b"0123456789abcdef", 7.0, False)]
     assert built == [("link", 11.0, 13.0, {"farewell": 3.0})]
     names[0] = "rome"
     with pytest.raises(LinkError, match="rome, oslo came in place of the members of the view"):

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from group_laws import Exchange, free_port
 from stage import FORKS, serve_hub
 from tcp_proxy import Proxy
 
@@ -28,10 +27,8 @@ from thinwire.membership.rendezvous import AnswerLostError
 from thinwire.membership.view import Presence
 from thinwire.net import Hub, admit
 from thinwire.net.enrol import Enrolment
-from thinwire.net.listening import Listen
 from thinwire.net.rendezvous import HubRendezvous
 from thinwire.net.requests import HubRequester
-from thinwire.net.star_or_mesh import Measured
 from thinwire.net.state import RUNS, HubState
 from thinwire.net.token import Token
 
@@ -75,7 +72,7 @@ def test_members_at_a_hub_agree_on_views_and_votes_and_a_leave_is_named(hub: Hub
     both_failed = threading.Barrier(2)
 
     def body(name: str) -> list[Any]:
-        with closing(member(hub, name, tmp_path)) as membership:
+        with closing(member(hub, name, tmp_path, least=3)) as membership:  # else the first two may be a view
             view = membership.next_view({"round": 0})
             told: list[Any] = [[one.name for one in view.members]]
             told.append(gather(view.group, name.encode(), 64, "packet"))
@@ -88,6 +85,7 @@ def test_members_at_a_hub_agree_on_views_and_votes_and_a_leave_is_named(hub: Hub
                 return told
             with pytest.raises(LinkError) as failed:
                 gather(again.group, name.encode(), 64, "packet")
+            membership.least = 2
             both_failed.wait(600.0)  # else the first that closes may be the one that the second names
             again.close()
             left = [one.name for one in membership.next_view({"round": 1}).members]
@@ -196,43 +194,6 @@ def test_a_revoked_member_leaves_with_the_reason_and_the_others_go_on(hub: Hub, 
     results = together(["bergen", "oslo"], body)
     assert results["bergen"] == (["bergen"], {"rome"}, set(), True)
     assert isinstance(results["oslo"], DisagreementError) and "oslo is revoked" in str(results["oslo"])
-
-
-def test_each_view_has_straight_streams_of_its_own(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evicted member ends only its own streams: the next view of the others goes straight again, at the same port."""
-    monkeypatch.setattr(Measured, "straight", lambda self, nbytes, receivers: True)
-    names, at = ["lima", "oslo", "rome"], Listen.parse(f"127.0.0.1:{free_port()}")
-
-    def goes_straight(group: Any) -> None:
-        """Returns when packets of all members have gone straight."""
-        before, over = group.sent_straight, False
-        while not over:
-            Exchange(group, 1, 0, 100_000).check()
-            over = all(told == b"\1" for told in gather(group, bytes([group.sent_straight > before]), 64, "packet"))
-
-    def body(name: str) -> list[str]:
-        rendezvous = HubRendezvous(
-            Enrolment(hub.invite(), name, tmp_path / "keys"), listen=at if name == "oslo" else None
-        )
-        with closing(Membership(rendezvous, name, timeouts=PATIENT)) as membership:
-            while len((view := membership.next_view({"round": 0})).members) < 3:
-                pass
-            goes_straight(view.group)
-            if name == "rome":
-                state = HubState(tmp_path / "hub")
-                state.revoke(name)
-                state.close()
-            other = 0 if name == "rome" else 2
-            with pytest.raises(LinkError, match=r"\(rome\) was revoked at the hub|rome is revoked"):
-                view.group.post(5, {}, {other: torch.zeros(9, dtype=torch.uint8)}).wait()
-            view.close()
-            view = membership.next_view({"round": 0})
-            goes_straight(view.group)
-            return [one.name for one in view.members]
-
-    results = together(names, body)
-    assert results["lima"] == results["oslo"] == names[:2], results
-    assert isinstance(results["rome"], DisagreementError)
 
 
 def test_runs_at_one_hub_are_separate(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pieces import POLICIES
 from strategies import METHODS
 
 import thinwire as tw
-from thinwire.codecs.bits import ascending_nbytes
+from thinwire.codecs.layout import ascending_nbytes
 from thinwire.pieces.policy import LONG_RUN, Deciding
 from thinwire.testing.toy import journey, same_bits, toy
 

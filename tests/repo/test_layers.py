@@ -18,7 +18,8 @@ from thinwire.app.cli.verbs import OWN
 SOURCE, TESTS = Path(thinwire.__file__).parent, Path(__file__).parents[1]
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
-MOST_LOADED = 97  # files by `from thinwire import Replica`; the goal is 60
+MOST_LOADED, MOST_LINES = 55, 9_000  # files by `from thinwire import Replica`, and their lines
+MOST_IN_TRAINING = 80  # files of a default Replica that has trained
 
 # What each wall may import. The top folder of a file says behind which wall it is; the rest is the core.
 WALLS = {
@@ -86,17 +87,55 @@ def test_no_file_is_named_for_nothing():
     }
 
 
+def loaded_by(program: str) -> list[str]:
+    """The modules of thinwire after `program`."""
+    told = "print(*(name for name in sys.modules if name.split('.')[0] == 'thinwire'))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, torch\n{program}\n{told}"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
 def test_what_a_first_import_loads():
     """`from thinwire import Replica` loads what it needs, and nothing behind a wall."""
-    program = (
-        "import sys, torch; from thinwire import Replica; "
-        "print(*(name for name in sys.modules if name.split('.')[0] == 'thinwire'))"
-    )
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    loaded = loaded_by("from thinwire import Replica")
     assert {wall(module) for module in loaded if module != "thinwire"} == {"core"}
-    assert len(loaded) <= MOST_LOADED, (
-        f"{len(loaded)} files; what a user does not use is loaded at its first use (lazy.py)"
+    lines = 0
+    for module in loaded:
+        path = SOURCE.parent / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        lines += len(file.read_text(encoding="utf-8").splitlines())
+    assert len(loaded) <= MOST_LOADED and lines <= MOST_LINES, (
+        f"{len(loaded)} files, {lines} lines; what a user does not use is loaded at its first use (lazy.py)"
     )
+
+
+TRAINING = """
+import thinwire as tw
+def train(group):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tw.Replica(tw.streaming_sign(every=4), model, optimizer, group):
+        for _ in range(8):
+            model(torch.ones(4, 2)).square().mean().backward()
+            optimizer.step()
+tw.run_threads(2, train)
+"""
+
+
+def test_what_a_replica_at_work_loads():
+    """What comes at its first use is counted too, so that the first import is not small because all comes right after it."""
+    loaded = loaded_by(TRAINING)
+    assert {wall(module) for module in loaded if module != "thinwire"} == {"core"}
+    assert len(loaded) <= MOST_IN_TRAINING, f"{len(loaded)} files"
+
+
+def test_the_reading_path_names_ten_short_files():
+    """docs/reading.md promises that they are in the core, and together no more than a morning's reading."""
+    page = (TESTS.parent / "docs/reading.md").read_text(encoding="utf-8")
+    files = re.findall(r"^\d+\. \[`[^`]+`\]\(\.\./src/thinwire/([^)]+)\)", page, re.MULTILINE)
+    assert len(files) == len(set(files)) == 10 and {wall(file) for file in files} == {"core"}
+    assert sum(len(source(file).splitlines()) for file in files) <= 2000
 
 
 def test_files_import_each_other_in_no_circle():

@@ -1,6 +1,6 @@
-"""A replica whose training counts steps, run as a process that tests kill, freeze and damage: ADDRESS NAME FOLDER [MODEL [LISTEN]].
+"""A replica whose training counts steps, run as a process that tests kill, freeze and damage: ADDRESS NAME FOLDER [MODEL].
 
-ADDRESS is that of a lighthouse, or the token of a hub. LISTEN is "HOST:PORT HOST:PORT": where it listens, and where others reach it.
+ADDRESS is that of a lighthouse, or the token of a hub.
 
 An inner step adds `UNIT` to the places of this replica, and nothing elsewhere. So every anchor shows how often each replica was
 counted, and how large the groups were. The replica writes a line to its log before any other can know of the event; lines that the
@@ -101,7 +101,6 @@ def watch(replica: tw.Replica, log: DurableLog, name: str) -> None:
             log.write(
                 "commit", id=view.id, round=plan.round, fragment=plan.fragment, counted=names, before=before,
                 state_digest=loop.agreed.state_digest, whole=plan.whole,
-                straight=getattr(view.group.group, "sent_straight", 0),
                 anchor=[float(value) for value in loop.agreed.anchors[plan.fragment][: len(NAMES)]],
             )  # fmt: skip
 
@@ -131,19 +130,17 @@ def save(folder: Path, replica: tw.Replica, log: DurableLog, full: bool) -> None
         log.write("not saved", reason=problem, kept=sorted(folder.glob("step-*")) == there)
 
 
-def rendezvous(address: str, name: str, folder: Path, listen: str = "") -> Rendezvous:
+def rendezvous(address: str, name: str, folder: Path) -> Rendezvous:
     if not address.startswith("tw1."):
         return LighthouseRendezvous(address)
     from thinwire.net import Token
     from thinwire.net.enrol import Enrolment
-    from thinwire.net.listening import Listen
     from thinwire.net.rendezvous import HubRendezvous
 
-    at = Listen.parse(*listen.split()) if listen else None
-    return HubRendezvous(Enrolment(Token.read(address), name, folder / "keys"), listen=at)
+    return HubRendezvous(Enrolment(Token.read(address), name, folder / "keys"))
 
 
-def main(address: str, name: str, folder: str, size: str = str(PLACES), listen: str = "") -> None:
+def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, lambda *_: setattr(Damaging, "told", True))
@@ -161,7 +158,7 @@ def main(address: str, name: str, folder: str, size: str = str(PLACES), listen: 
         partition=tw.pieces.partition.BySize(2),
         outer=tw.pieces.outer.Average(),
     )
-    meeting = rendezvous(address, name, Path(folder), listen)
+    meeting = rendezvous(address, name, Path(folder))
     membership = Membership(meeting, name, least=2, timeouts=QUICK, wrap=Damaging)
 
     def observe(event: str, step: int, **fields: Any) -> None:

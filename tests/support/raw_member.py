@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from thinwire.net import Token, frames
-from thinwire.net.channels import BULK, CONTROL, MEET, PUBLISH, STRAIGHT
+from thinwire.net.channels import BULK, CONTROL, MEET, PUBLISH
 from thinwire.net.enrol import Enrolment
 from thinwire.net.keys import HUB, Authority, Credentials, new_key, opened_request, request
 from thinwire.version import HUB_FRAMES, PROTOCOLS, PUBLISHER_REQUESTS
@@ -62,10 +62,10 @@ class RawStream:
 class RawMember:
     """A channel with these credentials; `admitted` makes valid ones."""
 
-    def __init__(self, token: Token, own: Credentials, group: bytes = bytes(32), dns: str = HUB) -> None:
+    def __init__(self, token: Token, own: Credentials, group: bytes = bytes(32)) -> None:
         credentials = grpc.ssl_channel_credentials(own.authorities, own.key or None, own.certificate or None)
         options = [
-            ("grpc.ssl_target_name_override", dns),
+            ("grpc.ssl_target_name_override", HUB),
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_retries", 0),
         ]
@@ -81,12 +81,6 @@ class RawMember:
 
     def bulk(self) -> RawStream:
         return self._stream(BULK)
-
-    def straight(self, group: int, rank: int) -> RawStream:
-        """Opens a straight stream to a member that listens, and greets it."""
-        stream = self._stream(STRAIGHT)
-        stream.put(frames.GREET, rank, frames.packed(frames.GREET, group))
-        return stream
 
     def _stream(self, method: str) -> RawStream:
         self._streams.append(RawStream(self.channel, method, self.stated, self.version, more=self.more))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,9 @@ def run_secure(
     folder: Path,
     prefix: str = "replica",
     run: str = "",
-    listens: Mapping[int, tuple[str, str]] = {},
     bits_per_second: float | None = None,
 ) -> list[Any]:
-    """Runs `fn(group)` on `size` replicas that join `hub`. Returns the results in rank order, or raises the first error.
-
-    `listens` has the `listen` and `address` of the replicas that open a port, by index, which is the rank if `hub` is a token.
-    """
+    """Runs `fn(group)` on `size` replicas that join `hub`. Returns the results in rank order, or raises the first error."""
     token = hub.invite(size) if isinstance(hub, Hub) else hub
     results: dict[int, Any] = {}
     failures: list[BaseException] = []
@@ -37,8 +33,7 @@ def run_secure(
     def replica(index: int) -> None:
         name = f"{prefix}-{threading.get_native_id()}-{index}" if isinstance(hub, Hub) else f"{prefix}-{index}"
         try:
-            at = listens.get(index, ("", ""))
-            with join(str(token), name, size, folder, run or str(token), TIMEOUT, bits_per_second, 0, *at) as group:
+            with join(str(token), name, size, folder, run or str(token), TIMEOUT, bits_per_second) as group:
                 results[group.rank] = fn(group)
         except BaseException as failure:
             failures.append(failure)

@@ -70,7 +70,6 @@ class Stage:
         "kill -9": 6, "freeze": 5, "damaged bytes": 3, "disk full": 2, "server killed": 2, "server frozen": 1, "all killed": 1,
         "wrong model": 1, "a name that is taken": 1,
     }  # fmt: skip
-    runs = staticmethod(run_replica)  # in the process of each replica
 
     def __init__(self, folder: Path, names: str = "abc") -> None:
         FORKS.set_forkserver_preload([*PRELOADED, "thinwire.kernels.cpu_block", "thinwire.net.rendezvous"])
@@ -116,15 +115,10 @@ class Stage:
             name,
             str(self.folder),
             str(size),
-            *self.more(name),
         )
-        process = FORKS.Process(target=self.runs, args=arguments, daemon=True)
+        process = FORKS.Process(target=run_replica, args=arguments, daemon=True)
         process.start()
         return process
-
-    def more(self, name: str) -> list[str]:
-        """Returns more arguments of a replica."""
-        return []
 
     def namespace(self, name: str) -> str:
         """Returns the network namespace in which a replica runs; "": that of the tests."""

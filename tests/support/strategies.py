@@ -233,6 +233,8 @@ METHODS: dict[str, tw.Strategy] = {
         schedule=tw.pieces.schedule.Every(2, 1), outer=tw.pieces.outer.Nesterov(), anchors="device"
     ),
 }
+# A recipe without a row is tested as it is.
+METHODS |= {name: make() for name, make in RECIPES.items() if name not in METHODS | GOSSIP}
 
 # The fast tests already have one of each kind; these are slow only because there are many.
 _OF_A_KIND = {"outer_dgc", "ef14", "ef21", "power_sgd", "qsgd", "cgx", "demo", "muloco"}

@@ -44,13 +44,10 @@ class Proxy:
             for one in list(self._open):
                 self._end(one)
 
-    def forget(self, refuse: bool = False) -> None:
-        """Drops everything on the open connections without an error, their ends too, like a router that has restarted. With `refuse`, it
-        accepts no connection until `mend`.
-        """
+    def forget(self) -> None:
+        """Drops everything on the open connections without an error, their ends too, like a router that has restarted."""
         with self.changed:
             self._forgotten |= self._open
-            self._cut |= refuse
 
     def mend(self) -> None:
         """Accepts connections again."""

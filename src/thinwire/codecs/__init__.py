@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from thinwire.codecs.base import Codec as Codec
     from thinwire.codecs.base import Shapes as Shapes
     from thinwire.codecs.base import check_finite as check_finite
+    from thinwire.codecs.base import encode_from as encode_from
     from thinwire.codecs.base import nested as nested
     from thinwire.codecs.base import packet_nbytes as packet_nbytes
     from thinwire.codecs.base import rebuilt as rebuilt
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from thinwire.codecs.cast import Identity as Identity
     from thinwire.codecs.cast import in_full as in_full
     from thinwire.codecs.codebook import Codebook as Codebook
-    from thinwire.codecs.device import encode_from as encode_from
     from thinwire.codecs.sign import Sign as Sign
     from thinwire.codecs.sparse import ChunkedTopK as ChunkedTopK
     from thinwire.codecs.sparse import RandomK as RandomK
@@ -36,7 +36,7 @@ _HOMES = {
     **dict.fromkeys(("E2M1", "E3M0", "E4M3", "E5M2", "Int"), "block"),
     **dict.fromkeys(("Cast", "Identity", "in_full"), "cast"),
     "Codebook": "codebook",
-    "encode_from": "device",
+    "encode_from": "base",
     "Sign": "sign",
     **dict.fromkeys(("ChunkedTopK", "RandomK", "TopK"), "sparse"),
     **dict.fromkeys(("DCT", "Hadamard", "Squares"), "transform"),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, check_finite, check_fit
-from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.exact import saturated
+from thinwire.codecs.layout import pack, packed_nbytes, unpack
 from thinwire.rng import Key
 
 

@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, check_whole, kernels_for, not_finite
-from thinwire.codecs.bits import packed_nbytes
-from thinwire.codecs.layout import Part, Symbols
+from thinwire.codecs.layout import Part, Symbols, packed_nbytes
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 

@@ -25,9 +25,8 @@ from thinwire.codecs.base import (
     kernels_for,
     not_finite,
 )
-from thinwire.codecs.bits import check_ascending
 from thinwire.codecs.cast import Cast
-from thinwire.codecs.layout import Part, Places
+from thinwire.codecs.layout import Part, Places, check_ascending
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 

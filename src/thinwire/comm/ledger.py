@@ -203,10 +203,10 @@ class _CountedTransfer(WrappedTransfer):
 
 
 def _uploaded(group: Group) -> int:
-    """Bytes that the carrier has sent to its hub and straight to others; 0 if it does not count."""
+    """Bytes that the carrier has sent to its hub; 0 if it does not count."""
     while isinstance(group, WrappedGroup):
         group = group.group
-    return sum(getattr(group, name, 0) for name in ("uploaded", "sent_straight"))
+    return getattr(group, "uploaded", 0)
 
 
 def _nested(counts: _Counts) -> dict[str, dict[str, dict[str, float]]]:

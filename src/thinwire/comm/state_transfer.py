@@ -41,7 +41,7 @@ from thinwire.comm.group import Group
 from thinwire.errors import LinkError, PacketError
 
 MAGIC = b"TWHO"
-VERSION = 3
+VERSION = 1
 # bytes of one message: small, so that a long transfer shares the link, and each message is short
 MESSAGE_NBYTES = 1 << 20
 _LAYOUT = struct.Struct("<4sIQ")

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,8 @@ class Traits:
 @runtime_checkable
 class Method(Protocol):
     """A method with its own loop: a frozen dataclass. Its text identifies it on the wire."""
+
+    own_loop: ClassVar[Literal[True]] = True  # a Strategy says False
 
     @property
     def traits(self) -> Traits:
@@ -211,8 +213,10 @@ class Attached(Participant):
     [10, 10]
     """
 
+    own_loop: ClassVar[Literal[True]] = True  # a Replica says False
     samples: int = 0  # forward passes of an inner step without gradients; 0: it has gradients
     own_steps = False  # true: each replica takes as many steps as it can, and its checkpoints are of its own steps
+    tokens = 1.0  # in an inner step, for methods that weigh replicas by them
     idle = False  # a replica that is idle takes no part in this step's work; its loop calls `skip` instead
     share = 1.0  # share of the replicas that are not idle
 

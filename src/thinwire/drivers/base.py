@@ -19,17 +19,15 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import Group
 from thinwire.drivers.fragment import FragmentState
-from thinwire.drivers.gradient_reducers import check_reducers
 from thinwire.drivers.loop_warnings import silent, warned
 from thinwire.drivers.model_buffers import FrozenWeights
 from thinwire.drivers.module_state import reshard
 from thinwire.drivers.optimizer_copies import WeightCopies
-from thinwire.drivers.saved_state import names, restore, tensors_to_save
 from thinwire.errors import ConfigurationError, ModelError
 from thinwire.pieces.inner import highest_rate
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Adaptive, Calendar
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
 if TYPE_CHECKING:
@@ -90,6 +88,8 @@ class Training:
             raise ConfigurationError(
                 f"strategy: a {type(strategy).__name__} was given; a Strategy is needed, such as tw.streaming_sign()."
             )
+        from thinwire.drivers.gradient_reducers import check_reducers  # needed once there is a model
+
         check_optimizer(model, optimizer)
         strategy.check_inner(optimizer, sharded=site is not None)
         check_sharding(model, whole_replica=site is not None)
@@ -140,7 +140,7 @@ class Training:
     def keeps_own(self) -> bool:
         """Whether this replica holds what no other does: its training since the last rounds, or what it has not sent."""
         kept = (state for one in self.fragments for state in (one.feedback, one.exchange, one.aggregate, *one.filtered))
-        return not isinstance(self.strategy.signal, Gradients) or any(kept)
+        return not self.strategy.exchanges_gradients or any(kept)
 
     def anchor_of_each(self) -> dict[int, Tensor]:
         """The anchors in the shapes of the parameters, by the id of a parameter."""
@@ -169,6 +169,8 @@ class Training:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state that every driver saves: tensors of all fragments, and values for JSON."""
+        from thinwire.drivers.saved_state import names, tensors_to_save
+
         facts = {
             "step": self.step,
             "rounds": [fragment.rounds for fragment in self.fragments],
@@ -186,6 +188,8 @@ class Training:
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, without flights. Flights in the air are discarded when they arrive. Raises `CheckpointError`, `LinkError`."""
+        from thinwire.drivers.saved_state import restore
+
         flights = [fragment.flight for fragment in self.fragments if fragment.flight]
         for flight in flights:
             flight.wait()

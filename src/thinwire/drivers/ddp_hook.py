@@ -17,8 +17,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # export
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.codecs import in_full
-from thinwire.comm.group import Group
-from thinwire.drivers.claim import GroupClaim
+from thinwire.comm.group import Group, GroupClaim
 from thinwire.drivers.fragment import FragmentState, RoundUpdate, first_state
 from thinwire.drivers.gradients import Stepped
 from thinwire.drivers.handshake import compare_settings
@@ -27,7 +26,7 @@ from thinwire.drivers.step_hooks import outermost
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.pieces.partition import Fragment, Whole, trainable
 from thinwire.pieces.piece import digests
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 
 
 class GradientHook:
@@ -73,7 +72,7 @@ class GradientHook:
 
     def __init__(self, strategy: Strategy, model: nn.Module, group: Group) -> None:
         _check_types("GradientHook", strategy=(strategy, Strategy), model=(model, nn.Module), group=(group, Group))
-        if not isinstance(strategy.signal, Gradients) or strategy.partition != Whole():
+        if not strategy.exchanges_gradients or strategy.partition != Whole():
             raise ConfigurationError(
                 f"{strategy.signal} in fragments by {strategy.partition}: DDP exchanges Gradients(), in its own buckets; choose a "
                 "strategy of gradients, with the partition Whole(), or attach a Replica instead of DDP."

@@ -19,7 +19,6 @@ from thinwire.drivers.saved_state import delta_in_flight, tensors_to_save
 from thinwire.drivers.token_weights import check_weighing
 from thinwire.pieces.aggregate import Mean
 from thinwire.pieces.partition import Fragment
-from thinwire.strategy import Gradients
 
 T = TypeVar("T")
 _GROUPS, _LONGEST = 64, 100  # of an optimizer, and characters of a value, that replicas compare
@@ -70,7 +69,7 @@ class Flights:
         self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
         self.pipeline.monitor.own_step = lambda: training.step
         self.buffers = self.pipeline.context.buffers
-        agreed = training.strategy.exchange.agrees and not isinstance(training.strategy.signal, Gradients)
+        agreed = training.strategy.exchange.agrees and not training.strategy.exchanges_gradients
         self.digests = AnchorDigests(training, group) if agreed and group.size > 1 else None
 
     def depart(self, update: RoundUpdate, began: float, scheduled: bool = True) -> None:

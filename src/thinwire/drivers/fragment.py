@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, in_full
-from thinwire.codecs.device import whole_anywhere
+from thinwire.codecs.base import whole_anywhere
 from thinwire.drivers.monitor import Operation
 from thinwire.exchange import Buffers, Direct
 from thinwire.exchange.buffers import CPU
@@ -59,14 +59,10 @@ class FragmentState:
     counted: float = 0.0  # tokens trained before the last counted delta departed, if they are counted
     flight: RoundUpdate | None = None
     own: Tensor | None = None  # if a round takes a whole period: the own delta in flight
-    disk: Any | None = (
-        None  # DiskTensors: the file that holds anchor, outer state and feedback; None: they are in memory
-    )
+    disk: Any | None = None  # DiskTensors, which hold anchor, outer state and feedback; None: they are in memory
     deviation: Tensor | None = None  # eager updates only: the difference between this replica and the anchor
     deviation_state: State = field(default_factory=dict)
-    touched: Callable[[], None] = field(
-        default=lambda: None, repr=False
-    )  # is called before parameters are read or written
+    touched: Callable[[], None] = field(default=lambda: None, repr=False)  # called before parameters are used
 
     @property
     def base(self) -> Tensor:
@@ -243,19 +239,9 @@ class RoundUpdate:
     transfer_seconds: float
 
     def __init__(
-        self,
-        fragment: FragmentState,
-        delta: Tensor,
-        outer: Outer | None,
-        feedback: Feedback | None,
-        buffers: Buffers,
-        *,
-        number: int = 0,
-        departed: int = 0,
-        lands: int = 0,
-        codec: Codec | None = None,
-        given: Tensor | None = None,
-    ) -> None:
+        self, fragment: FragmentState, delta: Tensor, outer: Outer | None, feedback: Feedback | None, buffers: Buffers, *,
+        number: int = 0, departed: int = 0, lands: int = 0, codec: Codec | None = None, given: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.fragment, self.delta = fragment, delta
         self.number, self.departed, self.lands, self.codec = number, departed, lands, codec or fragment.codec
         self.trained, self.share = 0.0, 1.0  # tokens at the departure, if they are counted; the factor of the delta
@@ -275,9 +261,7 @@ class RoundUpdate:
         self._sent: Tensor | None = None  # the decoded own packet, for filters
         self._finite = True
         self.compares, self._evidence = False, 0  # see `alike`
-        self.compared: Callable[[], None] | None = (
-            None  # waits for all replicas' digests of the anchor, and compares them
-        )
+        self.compared: Callable[[], None] | None = None  # waits for all digests of the anchor, and compares them
         self.sample, self.unlike = b"", False  # of frozen parameters; whether that of another replica differs
 
     @property

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.drivers.base import Driver, Training, same_bits
-from thinwire.drivers.other_optimizers import OtherOptimizers
-from thinwire.drivers.step_hooks import outermost
+from thinwire.drivers.step_hooks import OtherOptimizers, outermost
 from thinwire.errors import ConfigurationError, DisagreementError, ModelError
-from thinwire.pieces.optimizer_attributes import nested_in
 from thinwire.pieces.partition import is_sharded
-from thinwire.strategy import Gradients
 
 # By the id of an optimizer, whose hooks keep both alive.
 _attached: WeakValueDictionary[int, InnerSteps] = WeakValueDictionary()
@@ -103,21 +100,22 @@ class InnerSteps:
         self._exchanged = False  # whether the gradients of the next step are exchanged
         self._stepping = self._interrupted = False  # see `check_whole`
         self._early: list[Tensor | None] = []  # those gradients, if that was before the step
-        self._gradients = isinstance(training.strategy.signal, Gradients)
+        self._gradients = training.strategy.exchanges_gradients
         self._optimizers, self._count = optimizers, _count(optimizers)
         self._taken = 0  # inner steps seen here; `training.step` also counts those before a resume
         # The loop may step the optimizer inside a given one itself, as `second_step` of the usual SAM does.
-        wrapped = [(inside, one) for one in optimizers for inside in _wrapped(one)]
-        self._outer = {id(inside): one for inside, one in wrapped}
+        families = [(one, *_wrapped(one)) for one in optimizers]
+        self._outer = {id(inside): one for one, *wrapped in families for inside in wrapped}
         self._all = frozenset(map(id, optimizers))
         self._due = set(self._all)  # the optimizers that have not stepped since the last inner step
         exchanged = [p for fragment in training.fragments for _, p in fragment.fragment.parameters]
-        hooked = [*((one, one) for one in optimizers), *wrapped]
-        self._others = OtherOptimizers([one for one, _ in hooked], exchanged, training.warn)
+        # by their hooks: Fabric's wrapper has those of the optimizer inside it, and its own step runs none
+        hooked = {id(_hooks_of(member)): (member, family) for family in families for member in family}.values()
+        self._others = OtherOptimizers([member for family in families for member in family], exchanged, training.warn)
         self._ids = set(map(id, exchanged))
         self._frozen = [p for p in _held(optimizers) if id(p) not in self._ids]
-        self._hooks = [one.register_step_pre_hook(outermost(self._steps, outer)) for one, outer in hooked]
-        self._hooks += [one.register_step_post_hook(outermost(self._stepped, outer)) for one, outer in hooked]
+        self._hooks = [one.register_step_pre_hook(outermost(self._steps, family)) for one, family in hooked]
+        self._hooks += [one.register_step_post_hook(outermost(self._stepped, family)) for one, family in hooked]
         self._places = _Places(training.model, self._ids)
         self._counting, self._looked = (
             False,
@@ -353,9 +351,15 @@ def _scaled() -> bool:
 
 def _wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizers that `optimizer` has in its attributes and that hold all its parameters: those inside SAM, Lookahead and the like."""
+    from thinwire.pieces.optimizer_attributes import nested_in  # needed once there is an optimizer
+
     held = set(map(id, _held([optimizer])))
     inside = [one for one in nested_in(optimizer) if set(map(id, _held([one]))) == held]
     return [one for one in inside if hasattr(one, "_optimizer_step_pre_hooks")]
+
+
+def _hooks_of(optimizer: torch.optim.Optimizer) -> object:
+    return optimizer._optimizer_step_pre_hooks
 
 
 def _held(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:

@@ -223,9 +223,10 @@ class SharedBuffers:
         if policy not in ("mean", "local"):
             raise ConfigurationError(f"buffers={policy!r}: 'mean' or 'local' is needed.")
         self._model, self._frozen, self._warn = model, frozen, warn
-        self._among = group if policy == "mean" and not isinstance(group, ElasticGroup) else None
+        fixed = None if isinstance(group, ElasticGroup) else group
+        self._among = fixed if policy == "mean" else None
         self.local = self._among is None
-        frozen.averaged, frozen.elastic = not self.local, isinstance(group, ElasticGroup)
+        frozen.averaged, frozen.elastic = not self.local, fixed is None
 
     def begin(self, observe: Observer) -> None:
         """Give all replicas the buffers of replica 0, also those that are not saved, unless the policy is `local`. Tell if any differed.

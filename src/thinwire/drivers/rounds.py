@@ -36,7 +36,7 @@ from thinwire.packet import PARTIAL, REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Adaptive
 from thinwire.rng import Key
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
 
@@ -93,7 +93,7 @@ class RoundPipeline:
             lambda step, text: self._observe("warning", step, message=text),
             by_rate=isinstance(strategy.schedule, Adaptive),
         )
-        self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient belongs to the next step
+        self._ahead = int(strategy.exchanges_gradients)  # a gradient belongs to the next step
         self.stop_requested = False
         self._step_timer, self._pacer = StepTimer(), _pacer(strategy)
         self._inbound = JobThread("thinwire-inbound")

@@ -38,7 +38,8 @@ def restore(
         raise CheckpointError(
             f"the checkpoint has {len(rounds)} fragments, this strategy makes {len(fragments)}; resume with the run's own strategy."
         )
-    parameters = facts.get("parameters", [names(one) for one in fragments])  # earlier versions saved none
+    # drivers of unequal speed compare the strategy, and save no names
+    parameters = facts.get("parameters", [names(one) for one in fragments])
     for one, there, number, since in zip(fragments, parameters, rounds, facts["since"]):
         _load(one, under(f"{one.index}.", tensors), there, outer)
         one.rounds, one.since = number, since

@@ -41,7 +41,8 @@ def with_origin(
     """The `state` with its strategy and, in a fixed group, with its owner and their number, for `check_origin`."""
     tensors, facts = state
     facts = facts | {"strategy": repr(strategy)}
-    return tensors, facts if isinstance(group, ElasticGroup) else facts | {"replica": _place(group, site)}
+    place = _place(group, site)
+    return tensors, facts | {"replica": place} if place else facts
 
 
 def check_origin(
@@ -49,10 +50,10 @@ def check_origin(
 ) -> Mapping[str, Any]:
     """The `facts` of a state. Raises `CheckpointError` if it is that of another strategy, or of another replica, or of another number, where
     a replica `keeps_own`."""
-    _check_strategy(facts.get("strategy", repr(training.strategy)), training.strategy)  # earlier versions saved none
-    if isinstance(group, ElasticGroup) or not training.keeps_own:
-        return facts
+    _check_strategy(facts.get("strategy", "an unknown strategy"), training.strategy)
     here = _place(group, site)
+    if not here or not training.keeps_own:
+        return facts
     if (saved := facts.get("replica", here)) != here:
         raise CheckpointError(
             f"the checkpoint is that of {saved}, and this is {here}: it holds what that replica alone has trained or not yet sent. Resume with "
@@ -61,8 +62,9 @@ def check_origin(
     return facts
 
 
-def _place(group: Group, site: Group | None) -> str:
-    return f"{owner(group, site)} of {group.size}"
+def _place(group: Group | ElasticGroup, site: Group | None) -> str:
+    """The owner among how many; empty for a member, whose number of others changes."""
+    return "" if isinstance(group, ElasticGroup) else f"{owner(group, site)} of {group.size}"
 
 
 def _check_strategy(saved: object, strategy: object) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.comm.group import Group
 from thinwire.drivers.fragment import RoundUpdate
 from thinwire.errors import CheckpointError, ConfigurationError, PacketError
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 
 _COUNT = struct.Struct("<d")
 _MOST_TOKENS = 1e12  # most tokens in a step
@@ -37,7 +37,7 @@ def tokens_of_step(tokens: object) -> float:
 def cannot_weigh(strategy: Strategy) -> str:
     """The part of `strategy` that cannot weigh deltas in a fixed group; "" if all of it can."""
     refused = {
-        "Gradients(), whose replicas step together": isinstance(strategy.signal, Gradients),
+        "Gradients(), whose replicas step together": strategy.exchanges_gradients,
         f"{strategy.exchange}, whose rule weighs neighbours": not strategy.exchange.agrees,
         f"{strategy.merge}, which counts its own delta as one of M": strategy.merge.eager,
         f"{strategy.aggregate}, which is not a mean": not strategy.aggregate.linear,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.codecs.device import whole_anywhere
+from thinwire.codecs.base import whole_anywhere
 from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.buffers import CPU
 from thinwire.exchange.chunks import Message, cut, packets_nbytes

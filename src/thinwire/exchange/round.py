@@ -16,9 +16,8 @@ from thinwire.comm.group import Group, Transfer
 from thinwire.errors import LinkError
 from thinwire.exchange.buffers import CPU, Buffers
 from thinwire.exchange.chunks import Message, Signal
-from thinwire.exchange.record import Record
+from thinwire.exchange.record import Record, Trace
 from thinwire.exchange.send_queue import Order, SendQueue, Sent
-from thinwire.exchange.trace import Trace
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.rng import Key

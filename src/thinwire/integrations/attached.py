@@ -20,7 +20,7 @@ from thinwire.errors import CheckpointError, ConfigurationError, LinkError, Pack
 from thinwire.files import parsed
 from thinwire.pieces.partition import trainable
 from thinwire.recipes import finetune
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 
 
 def world(size: int, seconds: float) -> Group:
@@ -79,11 +79,7 @@ def too_short(strategy: Strategy, steps: int) -> str:
     """A warning if `steps` inner steps are too few for the outer momentum to build up, otherwise ""."""
     momentum: float = getattr(strategy.outer, "momentum", 0.0)
     rounds = steps // strategy.schedule.every
-    if (
-        isinstance(strategy.signal, Gradients)
-        or not 0.0 < momentum < 1.0
-        or rounds >= (needed := round(2 / (1 - momentum)))
-    ):
+    if strategy.exchanges_gradients or not 0.0 < momentum < 1.0 or rounds >= (needed := round(2 / (1 - momentum))):
         return ""
     advice = "Exchange more often" if strategy.outer == finetune().outer else "Take finetune(), or exchange more often"
     return (

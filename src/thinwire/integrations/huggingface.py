@@ -58,7 +58,7 @@ from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
 FOLDER = "thinwire"  # in a checkpoint of the trainer
@@ -215,7 +215,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             )
         found = self._found(args, state)
         place, model, optimizer, loader = (self._place, given["model"], given["optimizer"], given["train_dataloader"])
-        if getattr(optimizer, "scaler", None) is not None and isinstance(self.strategy.signal, Gradients):
+        if getattr(optimizer, "scaler", None) is not None and self.strategy.exchanges_gradients:
             raise ConfigurationError(
                 "fp16 with a strategy that exchanges gradients: each replica scales its gradients by its own number, so bf16 or deltas are "
                 "needed. Give bf16=True, or another strategy."

@@ -57,7 +57,7 @@ from thinwire.pieces import optimizer_attributes
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
 from thinwire.state_tree import Packed
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
 
@@ -98,7 +98,7 @@ class ThinwireCallback(Callback):
     ) -> None:
         if weights not in ("anchors", "own"):
             raise ConfigurationError(f"weights={weights!r}: 'anchors' or 'own' is needed. Choose one.")
-        if isinstance(strategy.signal, Gradients):
+        if strategy.exchanges_gradients:
             raise ConfigurationError(
                 "a strategy of Gradients(): one of deltas is needed, because Lightning computes gradients within the optimizer's step. Choose "
                 "diloco() or another, or Lightning's DDPStrategy with thinwire's GradientHook."

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigurationError
-from thinwire.pieces import privacy
+from thinwire.pieces import guard
 
 UNIT = "replica"  # the unit of protection: all data that one replica has trained on
 
 
 @dataclass(frozen=True)
-class Privacy(privacy.Privacy):
+class Privacy(guard.Privacy):
     """User-level differential privacy of deltas, by the Gaussian mechanism:
 
         s_m = Δ_m · min(1, C / ‖Δ_m‖) + N(0, z²C²/M · I)      is encoded and sent, so that Σ_m s_m has noise N(0, z²C² · I)

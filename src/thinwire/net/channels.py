@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import Any
 
 import grpc
@@ -20,7 +19,6 @@ if tuple(map(int, grpc.__version__.split(".")[:2])) < tuple(map(int, LEAST_GRPCI
     )
 
 SERVICE = "thinwire.Hub"
-STRAIGHT, LIVE = (f"/thinwire.Member/{name}" for name in ("Straight", "Live"))
 _METHODS = "Renew", "Control", "Bulk", "Meet", "Follow", "Publish"
 RENEW, CONTROL, BULK, MEET, FOLLOW, PUBLISH = (f"/{SERVICE}/{name}" for name in _METHODS)
 TLS = "TLSv1.3"
@@ -43,11 +41,6 @@ _FOR_BULK: Options = (
     ("grpc.keepalive_timeout_ms", 300_000),
     ("grpc.http2.ping_timeout_ms", 300_000),
 )
-_NEVER = (1 << 31) - 1  # milliseconds, as gRPC writes it
-_UNWATCHED: Options = (  # gRPC ends no silent connection: something else notices
-    ("grpc.keepalive_time_ms", _NEVER),
-    ("grpc.http2.ping_timeout_ms", _NEVER),
-)
 
 
 def _impatient(seconds: float) -> Options:
@@ -62,8 +55,10 @@ def _impatient(seconds: float) -> Options:
     )
 
 
-_SERVER: Options = (
+OF_MEMBERS: Options = (  # of the hub's server for members
     *_BOTH,
+    *_FOR_BULK,
+    ("grpc.max_receive_message_length", LIMIT_NBYTES),
     ("grpc.max_concurrent_streams", 16),
     ("grpc.max_connection_idle_ms", 30_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
@@ -72,19 +67,8 @@ _SERVER: Options = (
 )
 
 
-def of_members(silent: float | None = None) -> Options:
-    """Options of a server for members. `silent`: see `dial`."""
-    return (*_SERVER, *_noticing(silent), ("grpc.max_receive_message_length", LIMIT_NBYTES))
-
-
-def _noticing(silent: float | None) -> Options:
-    if silent is None:
-        return _FOR_BULK
-    return _UNWATCHED if silent == inf else _impatient(silent)
-
-
 def server_credentials(own: Callable[[], Credentials]) -> grpc.ServerCredentials:
-    """The end of the hub, or of a member that listens, with the key that `own` gives at each handshake, which refuses a peer without a
+    """The end of the hub, with the key that `own` gives at each handshake, which refuses a peer without a
     certificate of the authority.
     """
 
@@ -110,18 +94,16 @@ def dial(
     own: Credentials,
     most_nbytes: int = LIMIT_NBYTES,
     silent: float | None = None,
-    dns: str = HUB,
 ) -> grpc.aio.Channel:
-    """A separate connection to the hub, or to another member under its name `dns`, which must show a certificate of `authorities`. With
-    `silent` it ends within so many seconds if nothing reaches the other end, although no connection was closed; with infinity, never.
-    Without it, after minutes, as connections with bulk need.
+    """A separate connection to the hub, which must show a certificate of `authorities`. With `silent` it ends within so many seconds if
+    nothing reaches the hub, although no connection was closed. Without it, after minutes, as connections with bulk need.
     """
     credentials = grpc.ssl_channel_credentials(authorities, own.key, own.certificate)
     options = [
         *_BOTH,
-        *_noticing(silent),
+        *(_FOR_BULK if silent is None else _impatient(silent)),
         ("grpc.max_receive_message_length", most_nbytes),
-        ("grpc.ssl_target_name_override", dns),
+        ("grpc.ssl_target_name_override", HUB),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),

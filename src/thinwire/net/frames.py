@@ -11,12 +11,7 @@ A frame begins with
 
 The fields of its kind follow. Control frames and messages of at most `SMALL_NBYTES` bytes are sent on the control stream, the
 chunks of longer messages on bulk streams. A receiver requests each message (PULL) when its buffer is ready. Only
-requested messages are sent, so none must be stored.
-
-Since version 6 the hub tells a member whose group is not complete who waits with it (WAITING), until the WELCOME.
-
-Since version 5 a member may tell the others where it listens (LISTENS). A straight stream between two members (straight.py) begins with a
-GREET each way; the chunks of long messages follow, as the hub would send them, or PINGs alone (heartbeats.py).
+requested messages are sent, so none must be stored. Until the WELCOME the hub tells a member who waits with it (WAITING).
 """
 
 from __future__ import annotations
@@ -37,12 +32,8 @@ SMALL_NBYTES = 1 << 13  # a message up to this size is sent on the control strea
 MEMBERS = 64  # most members of one group
 LIMIT_NBYTES = CHUNK_NBYTES + 2048  # most bytes of one frame
 
-HELLO, WELCOME, BACK, AWAY, GONE, SYNC, PULL, ACK, REFUSE, LEAVE, ATTACH, DATA, MEET, ASK, ANSWER = range(15)
-LISTENS, PING, PONG, MEASURED, CHOSEN, GREET, WAITING = range(15, 22)
+HELLO, WELCOME, BACK, AWAY, GONE, SYNC, PULL, ACK, REFUSE, LEAVE, ATTACH, DATA, MEET, ASK, ANSWER, WAITING = range(16)
 PASSED_ON = (SYNC, PULL, ACK, REFUSE)  # forwarded from member to member unchanged
-_OF_STRAIGHT = (LISTENS, PING, PONG, MEASURED, CHOSEN)  # forwarded, too, since version `STRAIGHT`
-STRAIGHT, WAITS = 5, 6
-HOST_NBYTES = 253  # most bytes of a host's name
 
 LEFT, REVOKED, REPLACED, LOST = range(4)  # the reason why a member is gone
 REASONS = {
@@ -66,12 +57,6 @@ _FIELDS = {
     ATTACH: struct.Struct("<Q"),  # the member's connection
     # Of this process; name of the run, filled up with zeros; questions and answers follow, as JSON.
     MEET: struct.Struct("<16s64s"),
-    LISTENS: struct.Struct(f"<H{HOST_NBYTES}s"),  # port, host filled up with zeros
-    PING: struct.Struct("<Q"),  # any number
-    PONG: struct.Struct("<Q"),  # that number
-    MEASURED: struct.Struct("<HQQQQ"),  # the sender's peer; then the fields of `star_or_mesh.Measured`
-    CHOSEN: struct.Struct("<HQQQQ"),  # the number of measured pairs; then the worst of theirs
-    GREET: struct.Struct("<Q"),  # group; its header has the sender's rank
 }
 _WELCOME = struct.Struct("<QQHH")  # connection, group, rank, members; then their names, and whether each is connected
 _DATA_UP = struct.Struct("<QH")  # offset, receivers; then each, then the chunk
@@ -99,11 +84,6 @@ class Frame:
         value = self.fields[place]
         assert isinstance(value, bytes)
         return value
-
-
-def passed_on(version: int) -> tuple[int, ...]:
-    """The kinds of frames that are forwarded unchanged to a member with frames of this `version`."""
-    return (*PASSED_ON, *_OF_STRAIGHT) if version >= STRAIGHT else PASSED_ON
 
 
 def group_label(size: int, run: str) -> bytes:

@@ -15,7 +15,6 @@ from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 from thinwire.net.enrol import Admitted, Enrolment
 from thinwire.net.frames import MEMBERS, Welcome, group_label, run_digest
 from thinwire.net.link import HubLink
-from thinwire.net.listening import Listen
 from thinwire.net.loop import LoopThread
 from thinwire.net.posted import Receive
 from thinwire.net.token import Token
@@ -116,15 +115,6 @@ class SecureGroup:
         """Bytes sent to the hub, with the headers of frames and without those of gRPC and TLS."""
         return self._link.uploaded
 
-    @property
-    def sent_straight(self) -> int:
-        """Bytes sent to other members without the hub, with the headers of frames."""
-        return self._link.straight.nbytes
-
-    def describe(self) -> str:
-        """Text on how packets travel, by the hub or straight, and why, with what was measured."""
-        return self._link.straight.describe()
-
     def post(
         self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> _SecureTransfer:
@@ -216,8 +206,6 @@ def join(
     timeout: float = TIMEOUT,
     bits_per_second: float | None = None,
     place: int = 0,
-    listen: str = "",
-    address: str = "",
     say: Callable[[str], object] = lambda state: None,
     warn: Callable[[str], object] = _warn,
 ) -> SecureGroup:
@@ -233,24 +221,21 @@ def join(
         bits_per_second: the number of bits that this replica can send in a second: chunks are spaced so that small messages need not wait;
             None: they are not spaced.
         place: ranks follow places; equal places follow names.
-        listen: HOST:PORT at which other members may reach this one, so that packets need not go by the hub; "": no port is opened.
-        address: HOST or HOST:PORT that they dial, if it is not `listen`.
         say: called on another thread with each new state of the wait, such as "waits for 1 of 3 members; here: bern, oslo".
         warn: called on another thread when the hub, or a replica of the group, has been away for some seconds, with its name; a `RuntimeWarning`
             by default. The group waits for it for longer.
 
     Raises:
-        ConfigurationError: the token, the name or an address is not valid, or the port to listen at is taken.
+        ConfigurationError: the token or the name is not valid.
         LinkError: the hub refuses, or not all joined in time.
     """
     if not 1 <= size <= MEMBERS or not 0 < timeout <= threading.TIMEOUT_MAX:
         raise ConfigurationError(
             f"size={size}, timeout={timeout}: 1 to {MEMBERS} replicas and a positive, finite time are needed."
         )
-    at = Listen.parse(listen, address) if listen else None
     enrolment = Enrolment(Token.read(token), name, Path(folder))
     link = HubLink(
-        enrolment, group_label(size, run), size, bits_per_second, _ADVICE, place, listen=at, say=say, run=run_digest(run)
+        enrolment, group_label(size, run), size, bits_per_second, _ADVICE, place, say=say, run=run_digest(run)
     )  # fmt: skip
     link.warn = warn
     return connected_group(link, timeout, timeout)

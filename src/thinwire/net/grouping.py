@@ -185,5 +185,4 @@ def _tell(waiting: Waiting) -> None:
     """Tell all who wait for one group who they are."""
     frame = PassedOn(frames.WAITING, 0, frames.packed_names(_in_order(waiting)))
     for connection, _ in waiting.values():
-        if connection.version >= frames.WAITS:
-            connection.control.put_alone(frame)  # nothing else is sent before the group is formed
+        connection.control.put_alone(frame)  # nothing else is sent before the group is formed

@@ -32,9 +32,9 @@ from thinwire.net.channels import (
     CONTROL,
     FOLLOW,
     MEET,
+    OF_MEMBERS,
     PUBLISH,
     RENEW,
-    of_members,
     server_credentials,
 )
 from thinwire.net.fetch import Published, serve
@@ -170,7 +170,7 @@ class Hub:
         self._ports = [self._proxy, joining]
         self._admission.granted = self._granted
         self._server = grpc.aio.server(
-            handlers=(Handlers(self._of_members),), options=of_members(), maximum_concurrent_rpcs=STREAMS_OF_ALL
+            handlers=(Handlers(self._of_members),), options=OF_MEMBERS, maximum_concurrent_rpcs=STREAMS_OF_ALL
         )
         self._server.add_secure_port(f"unix:{self._proxy.inner}", server_credentials(self._credentials))
         await self._server.start()
@@ -266,7 +266,6 @@ class Hub:
                     ),
                 )
             with self._connected(context, name, process, expires, None, label) as connection:
-                connection.version = version
                 await self._former_has_ended(connection)
                 try:
                     self._groups.join(connection, GroupRequest.read(frame, of_run))
@@ -385,7 +384,7 @@ class Hub:
             if not connection.end.is_set():
                 connection.relay.control(connection.rank, frame)
 
-        return dict.fromkeys((*frames.passed_on(connection.version), frames.DATA, frames.LEAVE), handle)
+        return dict.fromkeys((*frames.PASSED_ON, frames.DATA, frames.LEAVE), handle)
 
     async def _serve(
         self, context: Any, connection: Connection, pipe: Pipe, handles: dict[int, Handle], version: int

@@ -146,8 +146,8 @@ class Authority:
     def issue(
         self, holder: x509.CertificateSigningRequest, dns: str, lifetime: timedelta, since: datetime | None = None
     ) -> bytes:
-        """Sign a certificate for the key of `holder` under the DNS name `dns`, valid at both ends of a connection, from `since` on if that is
-        long ago; as PEM.
+        """Sign a certificate for the key of `holder` under the DNS name `dns`: of a server for the hub, of a client for members. Valid from
+        `since` on if that is long ago; as PEM.
         """
         now = datetime.now(UTC)
         common = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, dns)])
@@ -162,8 +162,8 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns)]), critical=False)
             .add_extension(
-                x509.ExtendedKeyUsage(  # a member that listens is a server to other members
-                    [ExtendedKeyUsageOID.SERVER_AUTH] + [ExtendedKeyUsageOID.CLIENT_AUTH] * (dns != HUB)
+                x509.ExtendedKeyUsage(
+                    [ExtendedKeyUsageOID.SERVER_AUTH if dns == HUB else ExtendedKeyUsageOID.CLIENT_AUTH]
                 ),
                 critical=False,
             )

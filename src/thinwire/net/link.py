@@ -26,11 +26,9 @@ from thinwire.net.calls import Refused, explain, read, welcomed, written
 from thinwire.net.channels import BULK, CONTROL, dial
 from thinwire.net.enrol import Enrolment
 from thinwire.net.frames import Frame, Welcome
-from thinwire.net.listening import Listen
 from thinwire.net.messages import InFlight
 from thinwire.net.posted import Pull
 from thinwire.net.state import REDUCER
-from thinwire.net.straight import Straight
 from thinwire.net.tasks import run_until_one_ends
 from thinwire.net.versions import agreed_with_hub, stated, stating_run
 from thinwire.version import PROTOCOLS
@@ -60,10 +58,8 @@ class HubLink:
         advice: what to do when a member is gone, for messages.
         place: ranks are in the order of places; equal places are in the order of names.
         process: 16 bytes that no other process of this name has; random if not given.
-        silent: seconds within which this member notices that nothing reaches the hub, or another member straight, although no
-            connection has ended.
+        silent: seconds within which this member notices that nothing reaches the hub, although no connection has ended.
         insists: whether it connects again if the connection ends before the group is formed.
-        listen: where other members may reach this one; None: it opens no port.
         say: called in the loop's thread with each new state until the group is complete, such as "waits for 1 of 3 members; here: bern, oslo".
         run: `frames.run_digest` of a fixed group; "": the hub does not look whether others ask for a group of another size.
     """
@@ -71,10 +67,10 @@ class HubLink:
     def __init__(
         self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None = None, advice: str = "",
         place: int = 0, process: bytes = b"", silent: float = SILENT_SECONDS, insists: bool = True,
-        listen: Listen | None = None, say: Callable[[str], object] = lambda state: None, run: str = "",
+        say: Callable[[str], object] = lambda state: None, run: str = "",
     ) -> None:  # fmt: skip
         self._run, self._advice, self._insists, self._say_state = run, advice, insists, say
-        self.enrolment, self._size, self.rate, self._silent = enrolment, size, bits_per_second, silent
+        self.enrolment, self._size, self._rate, self._silent = enrolment, size, bits_per_second, silent
         self._hello = frames.packed(
             frames.HELLO, process or os.urandom(16), label, size, place, str(PROTOCOLS).encode()
         )
@@ -94,16 +90,10 @@ class HubLink:
         self.here: tuple[str, ...] = ()  # the members that have joined, until all have
         self.waited = False  # whether the others did not join in time, or the hub ended the wait
         self.uploaded = 0  # bytes of frames sent to the hub
-        self.straight = Straight(self, enrolment, listen, silent)
         self.warn: Callable[[str], object] = lambda text: (
             None
         )  # called in the loop's thread when the hub, or a member, has been away for long
         self._watching: asyncio.Task[None] | None = None
-
-    @property
-    def welcome(self) -> Welcome | None:
-        """The place in the group; None before all members have joined."""
-        return self._place
 
     @property
     def rank(self) -> int:
@@ -176,7 +166,6 @@ class HubLink:
             if task:
                 task.cancel()
                 await asyncio.wait([task])
-        await self.straight.close()
 
     async def _watch(self) -> None:
         """Say once of each outage that the hub, or a member, has been away for `AWAY_SECONDS`: until the group ends for it, nothing else would."""
@@ -217,20 +206,20 @@ class HubLink:
 
     def pull(self, peer: int, pull: Pull) -> None:
         """See `Teller`."""
-        self.say_to(frames.PULL, peer, *pull)
+        self._say_to(frames.PULL, peer, *pull)
 
     def acknowledge(self, peer: int, receive: int, nbytes: int) -> None:
         """See `Teller`."""
-        self.say_to(frames.ACK, peer, receive, nbytes)
+        self._say_to(frames.ACK, peer, receive, nbytes)
 
     def refuse(self, peer: int, receive: int, nbytes: int) -> None:
         """See `Teller`."""
-        self.say_to(frames.REFUSE, peer, receive, nbytes)
+        self._say_to(frames.REFUSE, peer, receive, nbytes)
 
-    def say_to(self, kind: int, peer: int, *fields: int | bytes) -> None:
-        """Send a control frame, if the peer is connected (otherwise it is sent when the peer is back) and the hub knows its kind."""
-        flooded = kind in (frames.PONG, frames.REFUSE) and len(self._control) >= ANSWERS
-        if peer in self._connections and kind in frames.passed_on(self._version) and not flooded:
+    def _say_to(self, kind: int, peer: int, *fields: int | bytes) -> None:
+        """Send a control frame, if the peer is connected; otherwise it is sent when the peer is back."""
+        flooded = kind == frames.REFUSE and len(self._control) >= ANSWERS
+        if peer in self._connections and not flooded:
             self._say(kind, peer, *fields)
 
     def _say(self, kind: int, peer: int, *fields: int | bytes) -> None:
@@ -243,7 +232,6 @@ class HubLink:
         """One connection, from dialling to its end. Raises `LinkError`; returns after `leave`."""
         admitted = await self.enrolment.admitted()
         token, own = self.enrolment.token, admitted.credentials
-        await self.straight.begin(own)
         of_hub = token.host, token.port, own.authorities, own
         # The control connection detects silence for all, because no bulk is queued before its pings.
         channels = [dial(*of_hub, silent=self._silent), *(dial(*of_hub) for _ in range(CHANNELS))]
@@ -260,7 +248,7 @@ class HubLink:
                 attach = frames.packed(frames.ATTACH, welcome.connection)
                 await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
             for connection in connections(token.port) - before:
-                pace({connection}, self.rate)  # each to the whole rate, because chunks leave one after the other
+                pace({connection}, self._rate)  # each to the whole rate, because chunks leave one after the other
             keep_from_children(connections(token.port))
             await self._carry(control, sequence, bulk, renewals)
         except grpc.aio.AioRpcError as error:
@@ -302,8 +290,7 @@ class HubLink:
 
     async def _renewals(self, channel: grpc.aio.Channel) -> None:
         while True:
-            admitted = await self.enrolment.renewed(channel)
-            await self.straight.begin(admitted.credentials)
+            await self.enrolment.renewed(channel)
 
     async def _carry(self, control: Any, sequence: int, bulk: list[Any], renewals: asyncio.Task[None]) -> None:
         """Carry frames both ways until a stream ends."""
@@ -314,7 +301,6 @@ class HubLink:
                 raise error
 
     def _disconnected(self) -> None:
-        self.straight.cut()
         self._connections.clear()
         self._control.clear()
         self.messages.away.update(range(self._size))
@@ -327,12 +313,10 @@ class HubLink:
         self._say(frames.SYNC, rank, connection, len(pulls))
         for pull in pulls:
             self.pull(rank, pull)
-        self.straight.there(rank)
 
     async def _hear(self, stream: Any, sequence: int) -> None:
         control = sequence > 0  # its first frame was the welcome
-        passed = frames.passed_on(self._version)
-        kinds = (*passed, frames.BACK, frames.AWAY, frames.GONE, frames.DATA) if control else (frames.DATA,)
+        kinds = (*frames.PASSED_ON, frames.BACK, frames.AWAY, frames.GONE, frames.DATA) if control else (frames.DATA,)
         while True:
             frame = frames.opened(await read(stream), sequence, kinds, self._version)
             if not 0 <= frame.rank < self._size:
@@ -361,14 +345,10 @@ class HubLink:
             self._there(peer, number(0))
         elif frame.kind == frames.AWAY:
             self._connections.pop(peer, None)
-            self.straight.away(peer)
             messages.away.add(peer)
-        elif frame.kind == frames.GONE:
+        else:  # GONE
             self._connections.pop(peer, None)
-            self.straight.away(peer, frames.REASONS.get(number(0), "is gone"))
             messages.leave(peer, self._gone(peer, number(0)))
-        else:
-            self.straight.heard(frame)
 
     def _gone(self, peer: int, reason: int) -> LinkError:
         """The error of messages to and from a member that is gone. One that closes its group after another is gone does so because of that."""
@@ -402,17 +382,17 @@ class HubLink:
             chunk = self.messages.chunk(small, late)
             if chunk is None:
                 late_at = (late_at or time.monotonic() + LATE_SECONDS) if self.messages.waiting_for_late else None
-                await self.sleep(None if late_at is None or late else late_at - time.monotonic())
+                await self._sleep(None if late_at is None or late else late_at - time.monotonic())
                 continue
             body = frames.packed_data(chunk.offset, chunk.receivers, chunk.data)  # a copy: its poster may get it back
             if not small:
-                await self.paced(len(chunk.data))
+                await self._paced(len(chunk.data))
             turn = (turn + 1) % len(streams)
             head = frames.head(frames.DATA, 0, sequences[turn], self._version)
             await self._written(streams[turn], head + body)
             sequences[turn] += 1
 
-    async def sleep(self, seconds: float | None) -> None:
+    async def _sleep(self, seconds: float | None) -> None:
         """Wait for `wake`, at most `seconds`."""
         self._woken.clear()
         self._changed.set()
@@ -422,12 +402,12 @@ class HubLink:
         except TimeoutError:
             pass
 
-    async def paced(self, nbytes: int) -> None:
-        if self.rate is None:
+    async def _paced(self, nbytes: int) -> None:
+        if self._rate is None:
             return
         now = time.monotonic()
         begin = max(now, self._free_at)
-        self._free_at = begin + 8 * nbytes / (PAYLOAD * self.rate)
+        self._free_at = begin + 8 * nbytes / (PAYLOAD * self._rate)
         if begin > now:
             await asyncio.sleep(begin - now)
 
@@ -436,7 +416,7 @@ class HubLink:
         while self._going and self.messages.unfinished:
             self._changed.clear()
             await self._changed.wait()
-        await self.paced(nbytes)
+        await self._paced(nbytes)
 
     async def _written(self, stream: Any, frame: bytes) -> None:
         await written(stream, frame)

@@ -12,7 +12,7 @@ receives. The sender resumes at the offsets in it; messages that are not in it h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from thinwire.errors import LinkError, PacketError, ThinwireError
@@ -48,9 +48,6 @@ class InFlight:
         self._in_flight: dict[int, int] = {}  # bytes by peer
         self._syncing: dict[int, tuple[int, set[int]]] = {}  # number of PULLs still to come, and those that have come
         self._refused: dict[int, dict[int, int]] = {}  # by peer and receive: bytes of the message that did not fit
-        # the peers to which it does not go by the hub
-        self.straight: Callable[[Posted], Collection[int]] = lambda _: ()
-        self.arrived: Callable[[int, int, int], None] = lambda tag, peer, left: None  # called when a peer has a message
         self.away: set[int] = set()
         self.gone: dict[int, LinkError] = {}
 
@@ -79,32 +76,18 @@ class InFlight:
             self._pair(peer, tag)
         self._tidy(message)
 
-    def chunk(self, small: bool, late: bool, to: int | None = None) -> Chunk | None:
-        """The next chunk that may be sent by the hub, of the `small` messages or of the long ones; or straight to the member `to`. If a
-        connected receiver by the hub has not requested a message yet, the message waits, unless the other receivers have waited long
-        (`late`). A call also means that the previous chunks were copied.
+    def chunk(self, small: bool, late: bool) -> Chunk | None:
+        """The next chunk that may be sent, of the `small` messages or of the long ones. If a connected receiver has not requested a message
+        yet, the message waits, unless the other receivers have waited long (`late`). A call also means that the previous chunks were copied.
         """
         leaving, self._leaving = self._leaving, []
         for message in leaving:
             if message.sent and not message.copied:
                 message.copy()
         for message in self._posted:
-            if (message.nbytes <= SMALL_NBYTES) is not small:
-                continue
-            straight = () if small else self.straight(message)
-            cursors = {
-                peer: cursor
-                for peer, cursor in message.cursors.items()
-                if (peer == to and peer in straight if to is not None else peer not in straight)
-            }
-            if cursors and (made := self._chunk_of(message, cursors, small, late)):
+            if (message.nbytes <= SMALL_NBYTES) is small and (made := self._chunk_of(message, small, late)):
                 return made
         return None
-
-    @property
-    def peers(self) -> range:
-        """The ranks of the group."""
-        return range(self._size)
 
     @property
     def waiting_for_late(self) -> bool:
@@ -193,19 +176,6 @@ class InFlight:
                 )
             )
 
-    def resume(self, peer: int) -> None:
-        """Called when a straight stream to `peer` has ended: acknowledge what is here, and send again what `peer` has not acknowledged. It
-        ignores chunks that it has.
-        """
-        for number, receive in self.receives.items():
-            if receive.peer == peer and receive.offset > receive.told:
-                receive.told = receive.offset
-                self._tell.acknowledge(peer, number, receive.offset)
-        for message in self._asked.get(peer, {}).values():
-            cursor = message.cursors[peer]
-            self._in_flight[peer] -= cursor.sent - cursor.acknowledged
-            cursor.sent = cursor.acknowledged
-
     def open_pulls(self, peer: int) -> list[Pull]:
         """The open receives from `peer`, which a sync lists."""
         return [
@@ -280,14 +250,13 @@ class InFlight:
         self._in_flight[peer] -= cursor.sent - cursor.acknowledged
         message.settle(peer, None)
         self._tidy(message)
-        left = sum(one.tag == message.tag and peer in one.cursors for one in self._posted)
-        self.arrived(message.tag, peer, left)
 
     def _tidy(self, message: Posted) -> None:
         if not message.cursors and message in self._posted:
             self._posted.remove(message)
 
-    def _chunk_of(self, message: Posted, cursors: dict[int, Cursor], small: bool, late: bool) -> Chunk | None:
+    def _chunk_of(self, message: Posted, small: bool, late: bool) -> Chunk | None:
+        cursors = message.cursors
         if not late and any(cursor.receive is None and peer not in self.away for peer, cursor in cursors.items()):
             return None
         room = [

@@ -116,14 +116,13 @@ class Posted:
     settled: Callable[[int, ThinwireError | None], None]
     cursors: dict[int, Cursor]  # the receivers that do not have it yet, by rank
     nbytes: int = field(init=False)
-    receivers: int = field(init=False)  # their number, with those that have it
     begin: int = 0  # the offset of `data` in the message
     copied: bool = (
         False  # whether it was sent completely and settled, and the part that may be requested again is a copy
     )
 
     def __post_init__(self) -> None:
-        self.nbytes, self.receivers = len(self.data), len(self.cursors)
+        self.nbytes = len(self.data)
 
     @property
     def sent(self) -> bool:

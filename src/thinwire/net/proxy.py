@@ -115,14 +115,11 @@ class PublicPort(ABC):
         audit: logs connections that ended without authentication.
         seconds: a connection must authenticate within this time.
         stays: whether a connection may last longer after that; if not, it lasts for `seconds` at most.
-        owner: what listens here, for messages.
         bounds: those that this port shares with others; None: its own.
     """
 
-    def __init__(
-        self, audit: AuditLog, seconds: float, stays: bool, owner: str = "the hub", bounds: Bounds | None = None
-    ) -> None:
-        self._owner, self._audit, self._seconds, self._stays = owner, audit, seconds, stays
+    def __init__(self, audit: AuditLog, seconds: float, stays: bool, bounds: Bounds | None = None) -> None:
+        self._audit, self._seconds, self._stays = audit, seconds, stays
         self._bounds = bounds or Bounds()
         self._strangers: dict[Arrived, None] = {}  # not authenticated yet, oldest first
         self._of_source: Counter[str] = Counter()  # the number of them
@@ -152,7 +149,7 @@ class PublicPort(ABC):
             # A number below 0: no such host.
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
             raise LinkError(
-                f"{self._owner} cannot listen at {host}:{port} ({why}). Give --listen an address of this machine, and a free port."
+                f"the hub cannot listen at {host}:{port} ({why}). Give --listen an address of this machine, and a free port."
             ) from None
         for listening in self._listening:
             loop.add_reader(listening, self._ready, listening)
@@ -273,10 +270,8 @@ class PublicPort(ABC):
 class TcpProxy(PublicPort):
     """A public port in front of a gRPC server at a Unix socket, `inner`. See `PublicPort`."""
 
-    def __init__(
-        self, audit: AuditLog, seconds: float, stays: bool = True, owner: str = "the hub", bounds: Bounds | None = None
-    ) -> None:
-        super().__init__(audit, seconds, stays, owner, bounds)
+    def __init__(self, audit: AuditLog, seconds: float, bounds: Bounds | None = None) -> None:
+        super().__init__(audit, seconds, stays=True, bounds=bounds)
         self._folder, self._lock = _socket_folder()
         self.inner = self._folder / "grpc"
         self._numbers = count()

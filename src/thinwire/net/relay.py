@@ -20,7 +20,7 @@ from thinwire.net.state import Grouped
 
 CONTROL_NBYTES = 1 << 20  # most waiting control bytes from one member to another
 _STUCK_NBYTES = 64 << 20  # most waiting control bytes for a member that reads nothing, before it is disconnected
-_SAID_AGAIN = (*frames.passed_on(frames.STRAIGHT), frames.DATA)
+_SAID_AGAIN = (*frames.PASSED_ON, frames.DATA)
 LOOK_SECONDS = 0.5  # seconds between two looks of the hub, at its connections and for changes by commands
 SILENT_LOOKS = 60  # looks without a byte after which a connection is over; the hub's pings (`channels`) ask for some
 _RESENT = 3  # windows: after a reconnect chunks are sent again while older ones still wait
@@ -101,7 +101,6 @@ class Connection:
         self.refusal = ""  # the reason why it must not connect again
         self.relay: Relay | None = None
         self.rank = 0
-        self.version = 0  # of its frames
 
     def takes_place_of(self, other: Connection) -> bool:
         """Whether it is of another process than `other`, with the same name in the same group or run."""
@@ -184,7 +183,7 @@ class Relay:
             return  # the sender repeats it when that member is back
         if frame.kind == frames.SYNC and frame.number(0) == there.number:
             self._synced.add((rank, frame.rank))
-        if (rank, frame.rank) in self._synced and frame.kind in frames.passed_on(there.version):
+        if (rank, frame.rank) in self._synced:
             body = frames.packed(frame.kind, *frame.fields)
             there.control.put(PassedOn(frame.kind, rank, body), CONTROL_NBYTES)
 

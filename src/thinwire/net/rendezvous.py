@@ -1,4 +1,4 @@
-"""Elastic replicas behind any NAT: they find each other at a hub, which also carries their groups (comm/secure).
+"""Elastic replicas behind any NAT: they find each other at a hub, which also carries their groups (thinwire.net).
 
 A certificate proves a member's name: the hub passes on a presence, and adds a process to a group, only under that name. The hub keeps
 the same `MemberRegistry` as a lighthouse, and decides nothing else.
@@ -20,7 +20,6 @@ from thinwire.net.enrol import Enrolment
 from thinwire.net.group import connected_group
 from thinwire.net.keys import check_name
 from thinwire.net.link import HubLink
-from thinwire.net.listening import Listen
 from thinwire.net.loop import LoopThread
 from thinwire.net.requests import HubChannel
 from thinwire.net.upload import HubUploader
@@ -33,19 +32,15 @@ class HubRendezvous(RemoteRendezvous):
         enrolment: this replica's name and key there.
         run: name of the run, if it has one; runs with other names meet at the same hub.
         bits_per_second: bits that it can send in a second; None: chunks are not spaced.
-        listen: where the others may reach it, so that packets need not go by the hub; None: it opens no port. Each group measures its own
-            straight streams, and ends them.
     """
 
     advice = "Start it with `thinwire hub --elastic`, and check that this machine reaches it."
     relays = True
 
-    def __init__(
-        self, enrolment: Enrolment, run: str = "", bits_per_second: float | None = None, listen: Listen | None = None
-    ) -> None:
+    def __init__(self, enrolment: Enrolment, run: str = "", bits_per_second: float | None = None) -> None:
         super().__init__()
         self.where = enrolment.token.where
-        self._enrolment, self._rate, self._listen = enrolment, bits_per_second, listen
+        self._enrolment, self._rate = enrolment, bits_per_second
         self._run = check_name(run) if run else ""
         self._thread: LoopThread | None = LoopThread.shared()
         self._link: HubLink | None = None  # of the present group
@@ -71,7 +66,6 @@ class HubRendezvous(RemoteRendezvous):
             process,
             times.heartbeat_timeout,
             False,
-            self._listen,
         )
         try:
             group = connected_group(link, times.connect, times.transfer, farewell=2 * times.heartbeat_interval)

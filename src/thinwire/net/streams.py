@@ -23,7 +23,7 @@ STREAMS_OF_ALL = 1024  # open at a time
 STREAMS_OF_MEMBER = 128  # of these; a member needs a few, and more for a while after its link was cut
 _LONG_NBYTES = frames.CHUNK_NBYTES // 2
 # A PULL asks for a message, or its refusal. A message is acknowledged, and its buffer asks for the next.
-_ANSWERS = {frames.PING: 1, frames.PULL: 1, frames.DATA: 3, frames.BACK: 8}
+_ANSWERS = {frames.PULL: 1, frames.DATA: 3, frames.BACK: 8}
 HELLO_SECONDS = 30.0  # most seconds until an authenticated member sends its first frame
 
 Handle = Callable[[frames.Frame], None]

@@ -1,10 +1,12 @@
-"""The guard: clips a replica's own delta if its norm is far too large, after a loss spike, a broken batch or a memory fault."""
+"""Limits on deltas. The guard clips a replica's own delta if its norm is far too large, after a loss spike, a broken batch or a memory fault."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -92,3 +94,25 @@ def norm_of(delta: Tensor) -> float:
     squares = [torch.dot(piece, piece) for piece in torch.split(delta, _PIECE)]  # a long sum in fp32 loses small values
     square = float(torch.stack(squares).double().sum())
     return math.sqrt(square) if square < math.inf else float(torch.linalg.vector_norm(delta, dtype=torch.float64))
+
+
+@runtime_checkable
+class Privacy(Protocol):
+    """Bounds what the packets of a replica reveal, by what it does to each delta before the codec."""
+
+    @property
+    @abstractmethod
+    def needs_fixed_group(self) -> str:
+        """See `Piece`."""
+
+    @abstractmethod
+    def apply(self, x: Tensor, size: int) -> Tensor:
+        """Flat fp32 `x` as it may be sent by one of `size` replicas; in place. NaN and infinities become NaN."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `ConfigurationError` if `spent` could not be computed at the end."""
+
+    @abstractmethod
+    def spent(self, rounds: int, size: int) -> Mapping[str, Any]:
+        """What `rounds` rounds among `size` replicas have revealed, for a summary."""

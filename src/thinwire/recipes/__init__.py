@@ -6,31 +6,22 @@ the model's shapes; H is `every` and τ is `delay`, both in inner steps; C is th
 of each recipe predicts these bytes for a period and a model of one matrix of 1000 × 1000.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from thinwire.lazy import lazily
-
 if TYPE_CHECKING:
-    from thinwire.recipes.deltas import diloco as diloco
-    from thinwire.recipes.deltas import local_sgd as local_sgd
-    from thinwire.recipes.deltas import muloco as muloco
-    from thinwire.recipes.deltas import qsr as qsr
-    from thinwire.recipes.deltas import sparse_loco as sparse_loco
-    from thinwire.recipes.gradients import data_parallel as data_parallel
-    from thinwire.recipes.streaming import eager_diloco as eager_diloco
-    from thinwire.recipes.streaming import finetune as finetune
-    from thinwire.recipes.streaming import streaming_diloco as streaming_diloco
-    from thinwire.recipes.streaming import streaming_sign as streaming_sign
-    from thinwire.recipes.streaming import streaming_sparse as streaming_sparse
+    from thinwire.recipes.table import *  # noqa: F403
     from thinwire.recipes.table import RECIPES as RECIPES
+else:
 
-_HOMES = {
-    **dict.fromkeys(("diloco", "local_sgd", "muloco", "qsr", "sparse_loco"), "deltas"),
-    "data_parallel": "gradients",
-    **dict.fromkeys(
-        ("eager_diloco", "finetune", "streaming_diloco", "streaming_sign", "streaming_sparse"), "streaming"
-    ),
-    "RECIPES": "table",
-}
-__all__ = sorted(_HOMES)
-__getattr__ = lazily(__name__, _HOMES)
+    def __getattr__(name: str) -> object:
+        """A recipe of the table, or a module, at its first use."""
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+            return import_module(f"{__name__}.{name}")
+        table = import_module(f"{__name__}.table")
+        if name == "__all__":
+            return sorted([*table.RECIPES, "RECIPES"])
+        if name == "RECIPES" or name in table.RECIPES:
+            return getattr(table, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

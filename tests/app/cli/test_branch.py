@@ -142,7 +142,6 @@ def _refused(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None
         {"tokens": -1},
         {"flops": math.nan},
         {"sequence": 0},
-        {"format": 2},
     ):
         expert.write_text(json.dumps(said | wrong))
         with pytest.raises(CheckpointError):

@@ -337,11 +337,11 @@ def test_a_replica_that_resumes_without_a_run_file_keeps_the_settings_of_its_fol
     assert Run.load(tmp_path / "run/run.toml").optimizer.steps == 2
 
 
-def test_the_advice_to_resume_names_the_run_file_and_the_port() -> None:
+def test_the_advice_to_resume_names_the_run_file_and_the_group() -> None:
     """A hub without a run file refuses a replica that comes again without it."""
-    given = join.Options("TOKEN", Path("run.toml"), "oslo", listen="0.0.0.0:29540")
+    given = join.Options("TOKEN", Path("run.toml"), "oslo", group="red")
     told = join.repeated(given)
-    assert told == (" --name oslo --keys .thinwire --listen 0.0.0.0:29540", "join TOKEN run.toml")
+    assert told == (" --name oslo --keys .thinwire --group red", "join TOKEN run.toml")
     spaced = join.Options("TOKEN", Path("my run.toml"), "oslo", keys=Path("my keys"))
     assert join.repeated(spaced) == (" --name oslo --keys 'my keys'", "join TOKEN 'my run.toml'")
 

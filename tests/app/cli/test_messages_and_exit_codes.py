@@ -49,10 +49,6 @@ from thinwire.errors import ConfigurationError
         (["hub", "invite", "--uses", "1" + 20 * "0"], "1 to 1,000,000 uses and a positive time are needed"),
         (["lighthouse", "--host", ""], "--host '': an address of this machine is needed"),
         (["hub", "--address", "a..b"], "--address 'a..b': a host name or an IP address is needed"),
-        (
-            ["join", "x", "--name", "oslo", "--address", "10.0.0.1"],
-            "--address 10.0.0.1 without --listen: nothing would",
-        ),
         (["doctor", "--link", ""], "the link '' was given"),
         (["follow", "nothing", "--every", "-1"], "--every -1.0: seconds between two looks are needed"),
         (

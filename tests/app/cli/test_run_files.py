@@ -1,4 +1,4 @@
-"""Run files: their tables, files of earlier versions without tables, the same groups in `--help`, and the learning rate."""
+"""Run files: their tables, the same groups in `--help`, and the learning rate."""
 
 from __future__ import annotations
 
@@ -9,26 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 
 from thinwire.app.cli import main
 from thinwire.app.cli.options import MOST_USED, read
 from thinwire.app.cli.train import Options
-from thinwire.app.records.run_record import RunRecord
 from thinwire.app.trainer.run import PART_OF, PARTS, Run
 from thinwire.app.trainer.setup import learning_rate
 from thinwire.errors import ConfigurationError
 
-FLAT = """
-strategy = "diloco"
-replicas = 3
-steps = 40
-seed = 5
-every = 10
-link = "1mbit"
-model = "nano"
-optimizer = "AdamW"
-"""
 SIMULATE = ("simulate", "run")
 
 
@@ -42,28 +30,6 @@ def simulated(capsys: Any, *arguments: str) -> tuple[dict[str, Any], str]:
     assert main([*SIMULATE, *arguments, "--step-seconds", "0.1", "--json"]) == 0
     printed = capsys.readouterr()
     return json.loads(printed.out), printed.err
-
-
-def test_a_run_file_without_tables_is_read_with_one_line_of_advice(capsys: Any) -> None:
-    Path("old.toml").write_text(FLAT)
-    summary, said = simulated(capsys, "old.toml", "--out", "new")
-    assert (summary["strategy"], summary["replicas"], summary["steps"]) == ("diloco(every=10)", 3, 40)
-    (advice,) = [line for line in said.splitlines() if "earlier version" in line]
-    assert "old.toml" in advice and all(f"[{part}]" in advice for part in PARTS)
-    again, said = simulated(capsys, "new/run.toml")
-    assert again == summary and "earlier version" not in said
-
-
-def test_a_run_folder_of_an_earlier_version_is_read(capsys: Any) -> None:
-    Path("old.toml").write_text(FLAT)
-    simulated(capsys, "old.toml", "--out", "run")
-    settings = RunRecord.load(Path("run")).settings
-    assert settings["every"] == 10 and settings["model"] == "nano" and set(settings) <= set(PART_OF)
-    Path("run/run.toml").write_text(tomli_w.dumps(dict(settings)))
-    assert RunRecord.load(Path("run")).settings == settings and Run.load(Path("run/run.toml")) == Run.of(
-        **settings | {name: tuple(settings[name]) for name in ("text", "slow", "models")}
-    )
-    assert main(["report", "run", "--out", "page.html"]) == 0 and "<th>every</th>" in Path("page.html").read_text()
 
 
 def test_a_run_file_has_a_table_for_each_part() -> None:

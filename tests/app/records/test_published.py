@@ -48,7 +48,6 @@ def test_the_cheapest_way_to_a_version_is_chosen_and_bad_manifests_are_refused()
     read = Publication(3, 9, False, Resource(ANY, 5), (one,))
     assert Publication.read(read.written()) == read
     for wrong in (
-        {"format": 2},
         {"step": -1},
         {"layout": {"digest": "../../etc/passwd", "nbytes": 1}},
         {"fragments": 7},

@@ -13,8 +13,7 @@ import zstandard
 import thinwire as tw
 from thinwire.catalogue.parsing import parse
 from thinwire.codecs import E3M0, TopK, nested
-from thinwire.codecs.bits import pack
-from thinwire.codecs.layout import Places
+from thinwire.codecs.layout import Places, pack
 from thinwire.exchange.chunks import cut
 from thinwire.lab.codecs import rice
 from thinwire.lab.codecs.streams import PayloadReader, places_coded, places_decoded, symbols_decoded

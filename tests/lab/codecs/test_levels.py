@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from pieces import over
 
-from thinwire.codecs.bits import packed_nbytes
+from thinwire.codecs.layout import packed_nbytes
 from thinwire.lab.codecs import cpu_levels
 from thinwire.lab.codecs import reference_levels as reference
 from thinwire.lab.codecs.uniform import Levels

@@ -9,8 +9,7 @@ import pytest
 import torch
 import zstandard
 
-from thinwire.codecs.bits import pack
-from thinwire.codecs.layout import Places
+from thinwire.codecs.layout import Places, pack
 from thinwire.errors import PacketError
 from thinwire.lab.codecs.streams import PayloadReader, places_coded, places_decoded, symbols_coded, symbols_decoded
 

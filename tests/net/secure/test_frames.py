@@ -24,8 +24,6 @@ def test_frames_survive_serialisation():
     raw = frames.head(frames.PULL, 5, 9, 4) + frames.packed(frames.PULL, *pull)
     frame = frames.opened(raw, 9, [frames.PULL], 4)
     assert (frame.kind, frame.rank, frame.fields) == (frames.PULL, 5, tuple(pull))
-    with pytest.raises(PacketError, match="a frame has version 4, and this connection uses version 5"):
-        frames.opened(raw, 9, [frames.PULL], 5)
     welcome = frames.packed_welcome(3, 4, 1, ["oslo", "lima"], [(0, 77)])
     assert frames.opened_welcome(welcome) == frames.Welcome(3, 4, 1, ("oslo", "lima"), ((0, 77),))
     names = frames.packed_names(["oslo", "lima"])

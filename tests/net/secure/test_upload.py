@@ -145,5 +145,5 @@ def test_every_answer_to_a_follower_has_a_message(tmp_path: Path) -> None:
 
 def test_the_words_of_a_hub_name_it_in_a_replicas_process(tmp_path: Path) -> None:
     for here in (False, True):
-        place = AtHub(tmp_path / "token", tmp_path / "keys", "red", "oslo.example:29540", here)
+        place = AtHub(tmp_path / "token", tmp_path / "keys", "red", here)
         assert meeting_of(place.words()) == place

@@ -17,7 +17,7 @@ from thinwire.net.calls import Broken, Outdated, Refused
 from thinwire.net.versions import FRAMES
 from thinwire.version import FOLLOWER_REQUESTS, JOIN_REQUESTS, Protocols
 
-THIS, NEXT, LATER = Protocols(4, 4, "0.1.0"), Protocols(4, 6, "0.2.0"), Protocols(5, 7, "0.3.0")
+THIS = Protocols(1, 1, "0.1.0")
 
 
 class Stream:
@@ -47,50 +47,14 @@ class Stream:
         return "lima is revoked"
 
 
-def member_and_hub(member: Protocols, hub: Protocols, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """What each of them finds from what the other states."""
-    monkeypatch.setitem(versions.RANGES, FRAMES, member)
-    asked = Stream(("user-agent", "grpc"), *versions.stated())
-    monkeypatch.setitem(versions.RANGES, FRAMES, hub)
-    at_hub = asyncio.run(versions.agreed_with_member(asked))
-    monkeypatch.setitem(versions.RANGES, FRAMES, member)
-    return asyncio.run(versions.agreed_with_hub(Stream(*asked.said), 600.0)), at_hub
-
-
-@pytest.mark.parametrize(
-    ("member", "hub", "version"), [(THIS, THIS, 4), (THIS, NEXT, 4), (NEXT, THIS, 4), (NEXT, LATER, 6)]
-)
-def test_member_and_hub_use_the_newest_version_that_both_speak(
-    member: Protocols, hub: Protocols, version: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert member_and_hub(member, hub, monkeypatch) == (version, version)
-
-
-@pytest.mark.parametrize(("member", "hub"), [(THIS, LATER), (LATER, THIS)])
-def test_ranges_that_do_not_meet_are_named_on_both_sides(
-    member: Protocols, hub: Protocols, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(versions.RANGES, FRAMES, member)
-    told = versions.stated()
-    with pytest.raises(PacketError) as at_hub:
-        member_and_hub(member, hub, monkeypatch)
-    assert str(at_hub.value).startswith(
-        f"the hub speaks frames {hub}, the replica {member}. Install one release on both"
-    )
-    monkeypatch.setitem(versions.RANGES, FRAMES, hub)
-    with pytest.raises(Refused, match="one that speaks a version of each, and start them again") as at_member:
-        asyncio.run(versions.agreed_with_hub(Stream(*told), 600.0))
-    assert str(at_member.value).startswith(f"this replica speaks frames {hub}, the hub {member}. Install")
-
-
-@pytest.mark.parametrize("stated", [(), ("4",), ("4 to 4 (Thinwire 0.1.0)",) * 2, ("5 to 4 (Thinwire 0.1.0)",)])
+@pytest.mark.parametrize("stated", [(), ("1",), ("1 to 1 (Thinwire 0.1.0)",) * 2, ("2 to 1 (Thinwire 0.1.0)",)])
 def test_a_range_that_is_absent_twice_there_or_odd_is_refused(
     stated: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(versions.RANGES, FRAMES, THIS)
     said = Stream(*[("thinwire-frames", one) for one in stated])
     with pytest.raises(
-        PacketError, match=r"the hub speaks frames 4 to 4 \(Thinwire 0.1.0\), the replica (states none|5 to 4)"
+        PacketError, match=r"the hub speaks frames 1 to 1 \(Thinwire 0.1.0\), the replica (states none|2 to 1)"
     ):
         asyncio.run(versions.agreed_with_member(said))
     assert not said.said

@@ -13,12 +13,10 @@ from raw_member import RawMember, admitted
 
 from thinwire.comm.group import gather
 from thinwire.errors import LinkError
-from thinwire.net import Hub, SecureGroup, frames, join, versions
-from thinwire.net.versions import FRAMES, stating_run
-from thinwire.version import Protocols
+from thinwire.net import Hub, SecureGroup, frames, join
+from thinwire.net.versions import stating_run
 
 Joining = Callable[[Hub, str, "Queue[str]"], "Future[SecureGroup]"]
-BEFORE = Protocols(4, 5, "0.0.9")  # a release from before members were told
 
 
 @pytest.fixture
@@ -54,24 +52,6 @@ def test_a_member_hears_who_comes_and_who_leaves_until_all_are_here(tmp_path: Pa
         assert [one.result() for one in words] == [[b"l", b"o", b"r"]] * 3
         closed(*groups)
     assert said.empty() and other.empty()
-
-
-def test_a_member_or_a_hub_of_an_earlier_release_is_told_nothing(
-    tmp_path: Path, joining: Joining, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said, unheard = Queue[str](), Queue[str]()
-    with Hub(tmp_path / "hub") as hub:
-        with RawMember(hub.invite(), admitted(hub.invite(), "bern", tmp_path), frames.group_label(3, "")) as bern:
-            bern.stated, bern.version = str(BEFORE), BEFORE.newest
-            stream, oslo = bern.hello(3), joining(hub, "oslo", said)
-            said.get()
-            rome = joining(hub, "rome", said)
-            welcome = stream.frame([frames.WELCOME])
-            assert frames.opened_welcome(welcome.body).names == ("bern", "oslo", "rome")
-        closed(oslo, rome)
-        monkeypatch.setitem(versions.RANGES, FRAMES, BEFORE)  # of both sides
-        closed(*[joining(hub, name, unheard) for name in ("kyoto", "lima", "riga")])
-    assert unheard.empty()
 
 
 def test_a_copy_of_a_process_that_waits_is_refused(tmp_path: Path, joining: Joining) -> None:

@@ -12,14 +12,14 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
-from group_laws import TIMEOUT, Exchange, free_port
+from group_laws import Exchange
 from hub_process import HubProcess
 from raw_member import RawMember, admitted, welcomed
 from secure_groups import run_secure
 
-from thinwire.net import Hub, frames, join, limits, straight
+from thinwire.net import Hub, frames, limits
 from thinwire.net.audit import LINES, AuditLog
-from thinwire.net.channels import CONTROL, LIVE
+from thinwire.net.channels import CONTROL
 from thinwire.net.limits import FairBucket, TokenBucket
 from thinwire.net.proxy import STRANGER_NBYTES, TcpProxy
 from thinwire.net.versions import stated
@@ -143,34 +143,25 @@ def test_frames_of_http_at_the_port_for_joining_are_not_read(kind: str, hub: Hub
     assert "strangers in" in audit.wait("counted") and sum("refused" in line for line in audit.said) <= LINES + 1
 
 
-@pytest.mark.parametrize("place", ["hub", "member"])
 def test_frames_of_http_without_a_message_are_read_later_and_named(
-    place: str, tmp_path: Path, audit, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a member with a key, at the hub and at a member that listens. Long messages of others need nothing of what such frames are allowed."""
+    """Also of a member with a key. Long messages of others need nothing of what such frames are allowed."""
     monkeypatch.setattr(limits, "BARE_PER_SECOND", 1 << 16)
     monkeypatch.setattr(limits, "BARE_AT_ONCE", 1 << 18)
     monkeypatch.setattr("thinwire.net.audit.SECONDS", 0.0)  # what is counted is written at the next count
-    monkeypatch.setattr(straight, "AuditLog", lambda path: AuditLog(path, audit))
     unknown = frame(0x33, bytes(1000)) * 60  # which gRPC ignores; it ends a connection with many pings by itself
     with Hub(tmp_path / "hub", say=audit) as hub, ExitStack() as stack:
-        token, listen = hub.invite(9), f"127.0.0.1:{free_port()}"
-        own, port, method = admitted(token, "a-flooder", tmp_path), token.port, CONTROL
-        if place == "member":
-            with ThreadPoolExecutor() as pool:
-                member = stack.enter_context(RawMember(token, own, frames.group_label(2, "")))
-                there = pool.submit(join, str(token), "bergen", 2, tmp_path / "keys", "", TIMEOUT, listen=listen)
-                welcomed(member.hello(2))
-                stack.callback(there.result().close)
-            port, method = int(listen.rpartition(":")[2]), LIVE
+        token = hub.invite(9)
+        own = admitted(token, "a-flooder", tmp_path)
         (tmp_path / "own.pem").write_bytes(own.key + own.certificate)
         context = ssl.create_default_context(cadata=own.authorities.decode())
         context.set_alpn_protocols(["h2"])
         context.check_hostname = False
         context.load_cert_chain(tmp_path / "own.pem")
-        plain = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        plain = stack.enter_context(socket.create_connection(("127.0.0.1", token.port)))
         link = stack.enter_context(context.wrap_socket(plain))
-        link.sendall(PREFACE + frame(4) + frame(1, call(method), 1, 4))
+        link.sendall(PREFACE + frame(4) + frame(1, call(CONTROL), 1, 4))
         heard = link.makefile("rb")
         while (head := heard.read(9))[3] != 1:  # until it is identified, and its call is answered by headers
             heard.read(int.from_bytes(head[:3]))
@@ -261,7 +252,7 @@ def test_frames_of_a_member_that_come_too_fast_are_read_later_and_named(
             welcomed(stream), welcomed(other)
             stream.put(frames.SYNC, 1, frames.packed(frames.SYNC, connection_of(other, stream), 0))
             for number in range(1000):
-                stream.put(frames.PING, 1, frames.packed(frames.PING, number))
+                stream.put(frames.ACK, 1, frames.packed(frames.ACK, number, 0))
             numbers = [other.frame().number(0) for _ in range(199)]
             assert numbers[-1] == 198 or numbers[-1] == 197
             run_secure(hub, 2, rounds, tmp_path / "keys")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import queue
 import random
 import resource
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from tcp_proxy import Proxy
 from thinwire.errors import LinkError
 from thinwire.membership.registry import MemberRegistry
 from thinwire.net import Hub, frames, join, streams
-from thinwire.net.channels import CONTROL
+from thinwire.net.channels import CONTROL, MEET, dial
 from thinwire.net.messages import BUDGET_NBYTES
 from thinwire.net.proxy import STRANGERS
 from thinwire.net.state import HubState
@@ -416,3 +418,26 @@ def test_half_open_connections_hold_bounded_files(connections, tmp_path):
             one.close()
         hub.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_member_cannot_be_the_hub(hub, tmp_path):
+    """Its certificate is that of a client and has its own name: the handshake ends before any call."""
+    token, heard = hub.invite(9), list[str]()
+    mallory, oslo = admitted(token, "mallory", tmp_path), admitted(token, "oslo", tmp_path)
+
+    class Impostor(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> None:
+            heard.append(details.method)
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=(Impostor(),))
+    own = grpc.ssl_server_credentials([(mallory.key, mallory.certificate)], mallory.authorities, True)
+    port = server.add_secure_port("127.0.0.1:0", own)
+    server.start()
+
+    async def answer(method: str) -> grpc.StatusCode:
+        async with dial("127.0.0.1", port, oslo.authorities, oslo) as channel:
+            return await channel.stream_stream(method)().code()
+
+    assert [asyncio.run(answer(method)) for method in (CONTROL, MEET)] == 2 * [grpc.StatusCode.UNAVAILABLE]
+    assert not heard
+    server.stop(0).wait()

@@ -17,7 +17,7 @@ class Watched(TcpProxy):
     """A proxy that shows the connections that have ended."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(AuditLog(folder / "audit.txt"), 600.0, stays=False)
+        super().__init__(AuditLog(folder / "audit.txt"), 600.0)
         self.ended = asyncio.Event()
 
     def _ended(self, connection: Arrived) -> None:

@@ -36,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (0, True)
     """
     with outliving_their_reader():
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
+        except ThinwireError as error:  # a package that declares a verb cannot be loaded
+            print(printable_lines(f"thinwire: {reason(error)}"), file=sys.stderr)
+            return 2
 
 
 _began = [time.time()]  # the time of day at which the command began

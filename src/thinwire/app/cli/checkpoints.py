@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "checkpoints", arguments, "List, verify and prune the checkpoints of a run.")
     console = options.console(asked.json)
     sets, gone = list_checkpoints(asked.run, asked.verify), []
-    run = Run.load(asked.run / "run.toml", options.advise).outlined()
+    run = Run.load(asked.run / "run.toml").outlined()
     each = run.own_steps
     if asked.prune is not None:
         gone = prune_checkpoints(asked.run, asked.prune, each)

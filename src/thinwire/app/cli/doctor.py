@@ -117,7 +117,7 @@ def set_up(
     """Check a run file on this machine: file, text, model, memory, cores, link."""
     tell(f"reading {file}")
     try:
-        run = Run.load(file, options.advise)
+        run = Run.load(file)
     except ConfigurationError as error:
         yield CheckResult("run file", "problem", reason(error))
         return

@@ -51,11 +51,6 @@ class Options:
     """Resume from the newest checkpoint that all replicas have, or begin if --out has no run: one command for both."""
     keys: Path = Path(".thinwire")
     """The folder that keeps this replica's key and its certificate."""
-    listen: str | None = None
-    """HOST:PORT at which other replicas may reach this one, such as 0.0.0.0:29540; packets to it need not go by the hub then. Default: no
-    port is opened."""
-    address: str = ""
-    """HOST or HOST:PORT that other replicas dial, if it is not the one of --listen. Default: the one of --listen."""
     group: str = ""
     """Replicas with the same word train together; needed if several runs use one hub. At a hub of elastic runs it is the
     name of the run, which thinwire hub list shows. Default: the hub's run without a name."""
@@ -76,17 +71,13 @@ def main(arguments: Sequence[str]) -> int:
         Options,
         "thinwire join",
         arguments,
-        "Dial the hub of TOKEN and train as one replica; no port is opened without --listen.",
+        "Dial the hub of TOKEN and train as one replica. It opens no port.",
     )
     console, stop = options.console(asked.json), launch.Stop()
     folder = asked.out or Path("runs") / asked.name
     kept = folder / "run.toml" if asked.resume else None
     path = asked.run or (kept if kept and kept.exists() else None)
-    own = None if path is None else Run.load(path, options.advise)  # before the token is used
-    if asked.address and not asked.listen and (own is None or own.placement.listen == "none"):
-        raise ConfigurationError(
-            f"--address {asked.address} without --listen: nothing would listen there; give --listen HOST:PORT, too, or leave it out."
-        )
+    own = None if path is None else Run.load(path)  # before the token is used
     asked = dataclasses.replace(asked, token=token_of(asked.token))
     console.print(f"dialling {Token.read(asked.token).where}", soft_wrap=True, highlight=False)
     told = admit(asked.token, asked.name, asked.keys)
@@ -95,8 +86,6 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"the hub has admitted {asked.name}", highlight=False)
     carrier = "secure-elastic" if told.elastic else "secure"
     run = (own.changed(carrier=carrier) if own else _of_hub(asked, told.run, told.elastic)).absolute()
-    if asked.listen:
-        run = run.changed(listen=asked.listen)
     if asked.publish:
         run = run.changed(publish=True)
     if asked.timeout is not None and told.elastic:
@@ -126,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def repeated(asked: Options) -> tuple[str, str]:
     """The options and the verb that join the same run again."""
-    given = {"keys": asked.keys, "group": asked.group, "listen": asked.listen, "address": asked.address}
+    given = {"keys": asked.keys, "group": asked.group}
     more = "".join(f" --{option} {quoted(str(value))}" for option, value in given.items() if value)
     more += " --publish" if asked.publish else ""
     return f" --name {asked.name}{more}", f"join TOKEN{f' {quoted(asked.run)}' if asked.run else ''}"
@@ -144,7 +133,7 @@ def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, sto
     run_folder.new_folder(run, folder, asked.resume and run_folder.begun(folder), asked.name)
     token = private_folder(asked.keys / asked.name) / "token"
     write_private(token, f"{asked.token}\n".encode())
-    place = AtHub(token, asked.keys, asked.group, asked.address)
+    place = AtHub(token, asked.keys, asked.group)
     train(run, folder, asked.resume, console, stop, JoiningReplica(place, asked.name))
 
 
@@ -157,7 +146,7 @@ def _joined(asked: Options, run: Run, console: Console) -> SecureGroup:
     def say(state: str) -> None:
         console.print(printable(f"{asked.name} {state}"), soft_wrap=True, highlight=False, markup=False)
 
-    group = join_for(run, asked.token, asked.name, asked.keys, asked.group, seconds, asked.address, say)
+    group = join_for(run, asked.token, asked.name, asked.keys, asked.group, seconds, say)
     named = f"replica {group.rank} of {run.placement.replicas}: {', '.join(group.names)}"
     console.print(named, soft_wrap=True, highlight=False)
     return group

@@ -195,8 +195,8 @@ def _base(arguments: Sequence[str]) -> Run:
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if file is None and "--resume" in arguments and (folder := _value(arguments, "--out")):
         begun = Path(folder) / "run.toml"
-        return Run.load(begun, advise) if begun.exists() else Run()  # a folder without a run is refused later
-    return Run.load(Path(file), advise) if file else Run()
+        return Run.load(begun) if begun.exists() else Run()  # a folder without a run is refused later
+    return Run.load(Path(file)) if file else Run()
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:

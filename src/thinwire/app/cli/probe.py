@@ -72,7 +72,7 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     about = "Measure links and machines, for `thinwire plan`."
     asked = options.ask(Options, "thinwire probe", arguments, about)
-    run = Run.load(asked.run, options.advise) if asked.run else Run()
+    run = Run.load(asked.run) if asked.run else Run()
     changes = {"model": asked.model, "job": asked.job, "sequence": asked.sequence}
     run = run.changed(**{key: value for key, value in changes.items() if value is not None}).counted_in_samples()
     name, console = asked.name or socket.gethostname() or "here", options.console(asked.json)

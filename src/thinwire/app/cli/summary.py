@@ -12,7 +12,6 @@ from typing import Any
 from thinwire.app.records.losses import DIVERGED, JUMPED, NO_RESULT, for_json, useless
 from thinwire.app.records.printable import quoted
 from thinwire.app.records.run_record import RunRecord
-from thinwire.app.trainer.meeting import PATHS
 from thinwire.app.trainer.settings import recipe_name
 from thinwire.catalogue.methods import NAMED
 
@@ -87,8 +86,6 @@ def summary_of(record: RunRecord) -> dict[str, Any]:
     fields |= {"score": record.score().facts()}
     fields |= {"privacy": record.privacy} if record.privacy else {}
     fields |= {"made_of": record.made_of} if record.made_of else {}
-    paths = record.folder / PATHS
-    fields |= {"paths": paths.read_text().strip()} if paths.exists() else {}
     fields |= {
         "ledgers": {replica.name: replica.end["summary"].get("ledger") for replica in record.replicas if replica.end}
     }

@@ -148,7 +148,7 @@ def finish(
     except DataError as error:  # the run is complete without it
         drawn = f"no report: {reason(error)}"
     say(drawn)
-    for told in filter(None, (summary.get("paths"), stall_advice(record, folder), speed_advice(record))):
+    for told in filter(None, (stall_advice(record, folder), speed_advice(record))):
         say(told)
     stopped = record.status.startswith("stopped")
     if stopped:

@@ -119,6 +119,7 @@ class Job(Protocol):
     """The interface of a job for the trainer. Each replica has its own job, which keeps its position in the data."""
 
     unit: str  # the unit of the data: tokens, samples, batches
+    packs: bool  # whether documents are packed into its batches; known after one was read
 
     @property
     def samples(self) -> int | None:
@@ -127,6 +128,14 @@ class Job(Protocol):
     @property
     def facts(self) -> Mapping[str, object]:
         """The facts that must be equal on all replicas, beside the settings of the run."""
+
+    @property
+    def text(self) -> str | None:
+        """The digest of the text that it reads; None if it reads something else."""
+
+    @property
+    def passed_over(self) -> Sequence[str]:
+        """Lines on files that it does not read."""
 
     def try_out(self, replicas: int) -> nn.Module:
         """Try model, data and loss before any of `replicas` is started, and raise errors. Returns the model, whose values do not matter."""

@@ -87,6 +87,8 @@ class OwnJob(Job):
     """The job of a file, for one replica; `batches(share)` yields its samples."""
 
     samples: int | None = None  # known after `try_out`
+    text: str | None = None
+    passed_over: Sequence[str] = ()
 
     def __init__(self, job: str, seed: int, batch: int = 1, eval_batches: int = 1, most: int | None = None) -> None:
         path, self._digest = taken_apart(job)

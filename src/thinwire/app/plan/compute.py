@@ -26,7 +26,7 @@ from thinwire.app.trainer.settings import DataSpec
 from thinwire.app.trainer.setup import make_model
 from thinwire.app.trainer.tokens import BPE
 from thinwire.codecs import Codec
-from thinwire.codecs.device import whole_anywhere
+from thinwire.codecs.base import whole_anywhere
 from thinwire.comm import Group, gather, run_threads
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.inner_optimizers import AdamW

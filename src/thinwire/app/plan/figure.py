@@ -22,7 +22,6 @@ from thinwire.app.trainer.run import PART_OF, Run
 from thinwire.codecs import nested
 from thinwire.errors import ThinwireError
 from thinwire.pieces.own_files import shorten
-from thinwire.strategy import Gradients
 
 POINTS = 60  # of a curve of rates
 DECADES = 2.0  # of rates, on both sides of the present rate
@@ -158,7 +157,7 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
             cost.FragmentSeconds(0.0, 8 * nbytes / rate, delay, 0.0) for nbytes, delay in zip(sent, ways, strict=True)
         ]
         seconds = record.summary.steps * step / cost.follow(strategy, step, traffic).utilization
-        last = 0.0 if isinstance(strategy.signal, Gradients) else 8 * sum(sent) / rate + max(ways)
+        last = 0.0 if strategy.exchanges_gradients else 8 * sum(sent) / rate + max(ways)
         return record.summary.steps * step / (seconds + last)
 
     shares = np.array([share(float(rate)) for rate in rates])

@@ -27,7 +27,7 @@ from thinwire.exchange.chunks import PIECE_NUMEL
 from thinwire.exchange.decode import PIECE
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.schedule import Schedule, busiest
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 
 Place = Literal["device", "host", "disk"]
 FREED_SHARE = 0.5  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
@@ -125,7 +125,7 @@ def replica_memory(
     # at the end all fragments fly at once, and land one after the other
     finish = (
         0
-        if isinstance(strategy.signal, Gradients)
+        if strategy.exchanges_gradients
         else _in_the_air(strategy, own, sum(own), max(own, default=0), replicas, coded)
     )
     phases: dict[str, dict[Place, int]] = {
@@ -148,7 +148,7 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
     """
     exchanged = sum(numels)
     kept = {"parameters": FP32.weight * parameters, "AdamW": FP32.optimizer * parameters, "anchors": 4 * exchanged}
-    if not isinstance(strategy.signal, Gradients):
+    if not strategy.exchanges_gradients:
         momentum = exchanged * _states(strategy.outer)  # type: ignore[arg-type]  # frozen values hash
         kept["outer momentum"] = _STATE_NBYTES[strategy.state_dtype] * momentum
         if strategy.merge.eager:
@@ -203,7 +203,7 @@ def _states(outer: Outer) -> int:
 
 def most_at_once(strategy: Strategy, numels: Sequence[int]) -> int:
     """Most elements that are in flight at one step of a period."""
-    if isinstance(strategy.signal, Gradients):
+    if strategy.exchanges_gradients:
         return sum(numels)
     return _most_at_once(busiest(strategy.schedule), tuple(numels))  # type: ignore[arg-type]  # frozen values hash
 
@@ -222,7 +222,7 @@ def _most_at_once(schedule: Schedule, numels: tuple[int, ...]) -> int:
 
 def _flights(strategy: Strategy, numels: Sequence[int], replicas: int, coded: float | None) -> int:
     """Bytes of flights: deltas, packets of all replicas (`coded`: see `_packets`), and decoded results that wait for their landing."""
-    if isinstance(strategy.signal, Gradients):
+    if strategy.exchanges_gradients:
         return _gradient_exchange(strategy, numels, replicas, coded)
     at_once = most_at_once(strategy, numels)
     return _in_the_air(strategy, numels, at_once, at_once, replicas, coded)

@@ -1,4 +1,4 @@
-"""Run files (TOML): settings in tables, or without tables as earlier versions wrote them."""
+"""Run files (TOML): settings in tables."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def _doubts(logs: Sequence[_Log], names: Sequence[str], rounds: int, ways: Mappi
         doubts.append("One log does not show which replica waits for which; at least two logs are needed.")
     elif not rounds:
         doubts.append(
-            "No two replicas recorded the same round: the run has just begun, an older version wrote it, or its method has its own loop, whose "
+            "No two replicas recorded the same round: the run has just begun, or its method has its own loop, whose "
             "messages are not recorded."
         )
     elif not ways:

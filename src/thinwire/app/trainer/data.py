@@ -41,7 +41,7 @@ from thinwire.errors import ConfigurationError, DataError
 from thinwire.files import UNSUPPORTED, contents, flush, lock, parsed
 from thinwire.rng import derive
 
-FORMAT = 2  # format of the cache; a new number rebuilds every cache
+FORMAT = 1  # format of the cache; a new number rebuilds every cache
 SAMPLE_NBYTES = 256 << 20  # bytes of text from which merges are learned
 # number and bytes of evenly spaced blocks in a checksum: opening 100 GB must not take minutes
 BLOCKS, BLOCK = 64, 1 << 20

@@ -12,7 +12,6 @@ from thinwire import checkpoint
 from thinwire.app.jobs.base import mean_of
 from thinwire.app.trainer.member import AdaptiveTimeouts, RetryReporter, join, make_membership
 from thinwire.app.trainer.place import ElasticPlace
-from thinwire.app.trainer.text_job import TextJob
 from thinwire.app.trainer.trainer import Trainer
 from thinwire.data_ledger import LeasedReader
 from thinwire.errors import EndedError, LinkError
@@ -40,7 +39,7 @@ class ElasticTrainer(Trainer):
         reader = self._lease()
         if reader:
             facts |= {"samples": f"{reader.samples} in an epoch, {reader.step} in an inner step"}
-            facts |= {"text": self.job.corpus.fingerprint} if isinstance(self.job, TextJob) else {}
+            facts |= {"text": self.job.text} if self.job.text else {}
         reporter = RetryReporter(log.emit)
         saved, times = dict[str, Any](), self._timeouts.timeouts()
         if self.place.resume:

@@ -18,7 +18,6 @@ from thinwire.comm import Group
 from thinwire.comm.group import gather
 from thinwire.drivers.attached import Attached
 from thinwire.drivers.handshake import compare_settings
-from thinwire.drivers.unequal.driver import Unequal
 from thinwire.errors import CheckpointError, EndedError, LinkError, PacketError
 from thinwire.replica import Replica
 
@@ -50,8 +49,7 @@ class FixedTrainer(Trainer):
             return talking
         if self.method:
             attached = self.method.attach(self.model, self.optimizer, self.group, observer=log.emit, clock=log.seconds)
-            if isinstance(attached, Unequal):
-                attached.tokens = tokens
+            attached.tokens = tokens
             self._log_start(attached.strategy, attached.fragments)
             return attached
         strategy = self.run.make_strategy()
@@ -133,7 +131,7 @@ class FixedTrainer(Trainer):
 
     @property
     def _own_steps(self) -> bool:
-        return isinstance(self.replica, Attached) and self.replica.own_steps
+        return self.replica.own_loop and self.replica.own_steps
 
     def _survives(self, error: LinkError | EndedError) -> bool:
         return False

@@ -20,7 +20,6 @@ from thinwire.errors import CheckpointError, ConfigurationError, DataError
 from thinwire.pieces.inner import highest_rate
 from thinwire.pieces.own_files import taken_apart
 from thinwire.pieces.schedule import Calendar
-from thinwire.strategy import Gradients
 
 
 def open_job(run: Run, folder: Path | None = None, replica: int = 0) -> Job:
@@ -62,14 +61,13 @@ def check_and_weigh(run: Run, folder: Path | None = None, goes_on: bool = False)
     if goes_on and folder and run.placement.elastic and not run.data.own_text:
         _check_data(folder, jobs[0])
     largest = max(models, key=lambda model: sum(p.numel() for p in model.parameters()))
-    packs = any(isinstance(job, OwnJob) and job.packs for job in jobs)
+    packs = any(job.packs for job in jobs)
     why = "micro-batches differ" if run.data.batches else "the job packs documents" if packs else ""
     run, weighed = _weighed(run, why) if why else (run, "")
-    passed_over = jobs[0].corpus.passed_over if isinstance(jobs[0], TextJob) else ()
     return (
         largest,
         run,
-        [line for line in (weighed, *passed_over, f"learning rate: {_rates(run, jobs[0], models[0])}") if line],
+        [line for line in (weighed, *jobs[0].passed_over, f"learning rate: {_rates(run, jobs[0], models[0])}") if line],
     )
 
 
@@ -89,10 +87,9 @@ def _check_data(folder: Path, job: Job) -> None:
             manifest = checkpoint.read(path, hashes=False).manifest
             ledger, data = manifest["facts"].get("agreed", {}).get("ledger"), manifest["notes"].get("data", {})
             samples = decode(bytes.fromhex(ledger)).samples if ledger else None
-            text = job.corpus.fingerprint if isinstance(job, TextJob) else None
             for there, given, told in (
                 (samples, job.samples, "{:,} samples in an epoch there, {:,} given"),
-                (data.get("text"), text, "a text with digest {} there, {} given"),
+                (data.get("text"), job.text, "a text with digest {} there, {} given"),
             ):
                 if None not in (there, given) and there != given:
                     raise ConfigurationError(
@@ -107,7 +104,7 @@ def _weighed(run: Run, why: str) -> tuple[Run, str]:
     if run.placement.weigh or run.make_method():
         return run, ""
     strategy = run.make_strategy()
-    if isinstance(strategy.signal, Gradients):
+    if strategy.exchanges_gradients:
         return run, ""
     if what := cannot_weigh(strategy):
         return run, f"deltas weigh 1, though packed batches have different numbers of tokens, because of {what}"
@@ -165,7 +162,7 @@ def _check_batches(run: Run) -> None:
             "streaming_sign, streaming_diloco or decoupled_diloco."
         )
     strategy = None if method else run.make_strategy()
-    if strategy and not isinstance(strategy.signal, Gradients) and (what := cannot_weigh(strategy)):
+    if strategy and not strategy.exchanges_gradients and (what := cannot_weigh(strategy)):
         raise ConfigurationError(
             f"{given} {what}: deltas cannot be weighed by their samples there; give one --batch for all, or choose streaming_sign, "
             "streaming_diloco or decoupled_diloco."

@@ -11,20 +11,20 @@ from thinwire.drivers.attached import Attached
 from thinwire.replica import Replica
 
 
-def evaluated_weights(replica: object) -> str:
+def evaluated_weights(replica: Replica | Attached) -> str:
     """The weights that are evaluated: the `anchors`, on which all agree; in gossip the replica's `own` weights, and at the end the `mean`
     over all replicas; `each` if every replica has another model; or the `start` of its round.
     """
-    if isinstance(replica, Attached):
+    if replica.own_loop:
         return replica.evaluated
-    if isinstance(replica, Replica) and not replica.strategy.exchange.agrees:
+    if not replica.strategy.exchange.agrees:
         return "mean" if replica.agreed else "own"
     return "anchors"
 
 
-def model_folder(run: Run, job: Job, place: Place | ElasticPlace, replica: object) -> Path:
+def model_folder(run: Run, job: Job, place: Place | ElasticPlace, replica: Replica | Attached) -> Path:
     """The folder of the trained model: the run's folder; or if replicas have different models, a folder for each, as a run."""
-    if not isinstance(replica, Attached) or not replica.strategy.traits.one_model_each or place.alone:
+    if not replica.own_loop or not replica.strategy.traits.one_model_each or place.alone:
         return place.folder
     folder = place.folder / "models" / place.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -33,16 +33,16 @@ def model_folder(run: Run, job: Job, place: Place | ElasticPlace, replica: objec
     return folder
 
 
-def micro_batches(accumulate: int, replica: object) -> float:
+def micro_batches(accumulate: int, replica: Replica | Attached) -> float:
     """Micro-batches of an inner step, as the mean over all replicas."""
-    if not isinstance(replica, Attached):
+    if not replica.own_loop:
         return accumulate
     return replica.samples or accumulate * replica.share
 
 
-def own_micro_batches(accumulate: int, replica: object) -> int:
+def own_micro_batches(accumulate: int, replica: Replica | Attached) -> int:
     """Micro-batches of this replica's next inner step; none if it does not train in it."""
-    if not isinstance(replica, Attached):
+    if not replica.own_loop:
         return accumulate
     return replica.samples or (0 if replica.idle else accumulate)
 

@@ -19,7 +19,6 @@ from thinwire.membership.registry import MemberRegistry
 
 HUB, TOKEN, KEYS = "hub", "token", "keys"  # in the run folder: the hub's own folder, and in that its files
 OWN_HUB = "own-hub"
-PATHS = "paths.txt"  # in the run folder: how packets travelled, if any went straight
 
 
 class Meeting(Protocol):
@@ -57,34 +56,31 @@ class AtLighthouse:
 
 @dataclass(frozen=True)
 class AtHub:
-    """The run `run` at the hub whose token is in the file `token`; `keys` keeps the replicas' keys. The others dial `address`, if this replica
-    listens elsewhere. `here`: the hub is the run's own, on this machine, and serves the run folder.
+    """The run `run` at the hub whose token is in the file `token`; `keys` keeps the replicas' keys. `here`: the hub is the run's
+    own, on this machine, and serves the run folder.
     """
 
     token: Path
     keys: Path
     run: str = ""
-    address: str = ""
     here: bool = False
 
     def words(self) -> list[str]:
         """See `Meeting`."""
-        return [OWN_HUB if self.here else "hub", str(self.token), str(self.keys), self.run, self.address]
+        return [OWN_HUB if self.here else "hub", str(self.token), str(self.keys), self.run]
 
     def member(self, run: Run, name: str) -> MemberSpec:
         """See `Meeting`."""
         from thinwire.net import Token  # it needs the extra `secure`
         from thinwire.net.enrol import Enrolment
-        from thinwire.net.listening import Listen
         from thinwire.net.rendezvous import HubRendezvous
 
         uplink = parse_link(run.placement.uplink)
-        rate, listen = uplink.bits_per_second if uplink else None, run.placement.listen
+        rate = uplink.bits_per_second if uplink else None
         enrolment = Enrolment(
             Token.read(read_private(self.token, "the join token").decode("ascii", "replace")), name, self.keys
         )
-        at = Listen.parse(listen, self.address) if listen != "none" else None
-        rendezvous = HubRendezvous(enrolment, self.run, rate, at)
+        rendezvous = HubRendezvous(enrolment, self.run, rate)
         return MemberSpec(rendezvous, name, uploader=None if self.here else rendezvous.uploader)
 
     def away(self) -> str:
@@ -96,8 +92,8 @@ def meeting_of(words: Sequence[str]) -> Meeting:
     """The meeting place that these `words()` describe."""
     kind, *rest = words
     if kind in ("hub", OWN_HUB):
-        token, keys, name, address = rest
-        return AtHub(Path(token), Path(keys), name, address, kind == OWN_HUB)
+        token, keys, name = rest
+        return AtHub(Path(token), Path(keys), name, kind == OWN_HUB)
     return AtLighthouse(rest[0], *map(Path, rest[1:]))
 
 

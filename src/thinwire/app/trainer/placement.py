@@ -43,9 +43,6 @@ class Placement(CheckedSettings):
     """Emulate slow machines: replica m takes slow[m] times as long for an inner step, such as 1 2 4, by waiting."""
     uplink: str = "none"
     """Rate at which this replica can really send, such as 100mbit; its connections are paced to share it. none: TCP alone decides."""
-    listen: str = "none"
-    """Secure: HOST:PORT at which other replicas may reach this one, so that packets need not go by the hub; on one machine 127.0.0.1:0,
-    any free port. none: no port is opened."""
     timeout: float = 1800.0  # as `comm.group.TIMEOUT`
     """Seconds without a sign of life of a replica that is waited for, after which the run stops with an error."""
     checkpoint_every: int = 100
@@ -65,11 +62,6 @@ class Placement(CheckedSettings):
                 f"slow={self.slow} with replicas={self.replicas}: one factor of at least 1 is needed for each replica."
             )
         self._check_uplink()
-        if self.listen != "none" and self.carrier not in ("secure", "secure-elastic"):
-            raise ConfigurationError(
-                f"listen={self.listen!r} with carrier={self.carrier!r}: straight streams need a hub; choose carrier='secure' or "
-                "'secure-elastic', or leave listen out."
-            )
 
     @property
     def elastic(self) -> bool:
@@ -78,7 +70,7 @@ class Placement(CheckedSettings):
 
     def check_elastic(self, strategy: Strategy | Method, label: str) -> None:
         """Raise `ConfigurationError` if `strategy`, called `label`, cannot run elastically."""
-        if not isinstance(strategy, Strategy):
+        if strategy.own_loop:
             raise ConfigurationError(
                 f"strategy={label} with carrier={self.carrier!r}: a method with its own loop trains in a fixed group; "
                 "leave --elastic out, or choose a recipe."

@@ -175,7 +175,7 @@ def publishing(
     run: Run, place: Place | ElasticPlace, job: Job, model: nn.Module, replica: Replica | Attached, log: EventLog
 ) -> Iterator[Publisher | None]:
     """A context that publishes the versions of `replica`, if `run` has `publish`, and the last version at its end. Raises `ConfigurationError`."""
-    if not run.placement.publish or not place.writes_the_model or isinstance(replica, Attached):
+    if not run.placement.publish or not place.writes_the_model or replica.own_loop:
         yield None
         return
     if place.shards > 1:

@@ -34,7 +34,7 @@ from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Schedule
 from thinwire.rng import derive
 from thinwire.state_tree import Packed, pack, unpack
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 
 _OF_ONE_REPLICA = ("deviation", "own", "deviation_outer.", "delta")  # state that a new replica does not have
 
@@ -70,7 +70,7 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
         raise ConfigurationError(
             f"{old} replicas there, {new} given: {run.method.label} keeps what each replica has not sent; resume with {old}."
         )
-    by_tokens = before.placement.weigh == "tokens" or isinstance(strategy.signal, Gradients)
+    by_tokens = before.placement.weigh == "tokens" or strategy.exchanges_gradients
     if run.data.batches and not by_tokens:
         raise ConfigurationError(
             f"batch={list(run.data.batches)} given, {before.data.batch} there: there all deltas weigh 1, and unequal micro-batches need weights from "
@@ -132,7 +132,7 @@ def _make(
     fragments = strategy.partition.fragments(model)
     outer = [unpack(read_tree(one.path / "outer.safetensors"), "outer") for one in found]
     _check_memory(strategy, fragments, outer, new)
-    gradients = isinstance(strategy.signal, Gradients)
+    gradients = strategy.exchanges_gradients
     samples, data = _samples(found, before, after, strategy)
     for rank in range(new):
         donor = rank % len(found)
@@ -208,7 +208,7 @@ def _samples(
 
 def _landed(one: Checkpoint, strategy: Strategy) -> tuple[int, int]:
     """The numbers of a leaving replica's inner steps that are in all anchors, and that are in any anchor."""
-    if isinstance(strategy.signal, Gradients):
+    if strategy.exchanges_gradients:
         return one.step, one.step
     if not isinstance(strategy.schedule, Schedule):
         return 0, one.step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,11 +28,11 @@ from thinwire.pieces.inner import Inner
 from thinwire.pieces.inner_optimizers import AdamW, Muon
 from thinwire.pieces.own_files import names_files, pin, pinned_file, remember, taken_apart, waits
 from thinwire.registered import setting
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 
 # settings that may differ between replicas, for `Run.shared`
 MAY_DIFFER = (
-    *("text", "link", "uplink", "listen", "carrier", "timeout", "replicas"),
+    *("text", "link", "uplink", "carrier", "timeout", "replicas"),
     *("strategy", "model", "job", "keep", "publish"),
     *OF_THE_RECIPE,
 )
@@ -95,7 +95,7 @@ class Run:
             return
         strategy = self._composition()
         self.make_inner()
-        if isinstance(strategy, Strategy):
+        if not strategy.own_loop:
             strategy.exchange.check_size(self.placement.replicas)
         check_batches(self.data.batch, self.placement.replicas, self.placement.carrier)
         if self.needs_hub and self.placement.carrier != "secure":
@@ -115,7 +115,7 @@ class Run:
 
     def _check_models(self, strategy: Strategy | Method) -> None:
         models, replicas = self.model.models, self.placement.replicas
-        if isinstance(strategy, Strategy) or not strategy.traits.one_model_each:
+        if not strategy.own_loop or not strategy.traits.one_model_each:
             raise ConfigurationError(
                 f"models={models} with strategy={self.method.label}, whose replicas hold one model; choose --strategy codistill, or give --model."
             )
@@ -161,14 +161,14 @@ class Run:
     def make_inner(self) -> Inner:
         """The inner optimizer: the one that is set, otherwise the strategy's own, otherwise AdamW."""
         made = self._composition()
-        own = made.inner if isinstance(made, Strategy) else None
+        own = None if made.own_loop else made.inner
         asked = self.optimizer.optimizer
         if asked is None:
             return own or AdamW()
         inner = parse(asked, offered=pieces_of(Inner), own_files=True)
         if not isinstance(inner, Inner):
             raise ConfigurationError(f"optimizer={asked!r}: AdamW, SGD(...), Muon or SAM(...) is needed.")
-        if not isinstance(made, Strategy):
+        if made.own_loop:
             raise ConfigurationError(
                 f"optimizer={asked!r} with {self.method.label}: that method is an optimizer itself; leave it out."
             )
@@ -224,7 +224,7 @@ class Run:
     def make_strategy(self) -> Strategy:
         """The strategy with the settings of its recipe and the run's seed. Raises `ConfigurationError` if the method is not a strategy."""
         made = self._composition()
-        if not isinstance(made, Strategy):
+        if made.own_loop:
             raise ConfigurationError(
                 f"strategy={self.method.label} has its own loop, which only `thinwire train` and `compare` run; here one of "
                 f"{listed(RECIPES, 'thinwire docs strategies')} is needed."
@@ -234,7 +234,7 @@ class Run:
     def make_method(self) -> Method | None:
         """The method with its own loop, with the run's seed; None if this is a strategy."""
         made = self._composition()
-        return None if isinstance(made, Strategy) else dataclasses.replace(made, seed=self.seed)  # type: ignore[type-var]
+        return dataclasses.replace(made, seed=self.seed) if made.own_loop else None  # type: ignore[type-var]
 
     @property
     def own_steps(self) -> bool:
@@ -246,13 +246,13 @@ class Run:
     def has_versions(self) -> bool:
         """Whether the replicas agree on whole weights now and then, which they can publish."""
         made = self._composition()
-        return isinstance(made, Strategy) and not isinstance(made.signal, Gradients) and self.model.lora is None
+        return not made.own_loop and not made.exchanges_gradients and self.model.lora is None
 
     @property
     def needs_hub(self) -> bool:
         """Whether the packets are averaged at the hub of its group."""
         made = self._composition()
-        return isinstance(made, Strategy) and made.exchange.needs_hub
+        return not made.own_loop and made.exchange.needs_hub
 
     def _composition(self) -> Strategy | Method:
         return self.method.composition(self.optimizer.clip)
@@ -314,7 +314,7 @@ class Run:
     def made_of(self) -> dict[str, Any]:
         """The strategy with the choices of its recipe, and the source of the learning rate."""
         made, lr = self._composition(), {"lr": self.rates}
-        if not isinstance(made, Strategy):
+        if made.own_loop:
             return {"every": made.every, **lr, "composition": repr(made)}
         parts = lr | {name: repr(getattr(made, name)) for name in ("partition", "codec", "outer")}
         return {"every": made.schedule.every, "delay": made.schedule.delay, **parts, "composition": repr(made)}
@@ -370,11 +370,8 @@ class Run:
         remember()
 
     @classmethod
-    def load(cls, path: Path, advise: Callable[[str], object] = lambda line: None) -> Run:
-        """Read a run file. One without tables, as earlier versions wrote it, is read too, with a line to `advise`.
-
-        Raises `ConfigurationError`, which names the unknown setting or the error.
-        """
+    def load(cls, path: Path) -> Run:
+        """Read a run file. Raises `ConfigurationError`, which names the unknown setting or the error."""
         try:
             settings, table_of = read_run_file(path)
         except (OSError, ValueError) as error:
@@ -397,18 +394,13 @@ class Run:
                 f"{path}: [{tables[0]}] is no table of a run file{nearest(tables[0], PARTS)}; there are {_tables()}."
             )
         for name, table in table_of.items():
-            if table and table != PART_OF[name]:
-                due = f"in [{PART_OF[name]}]" if PART_OF[name] else "above all tables"
-                raise ConfigurationError(f"{path}: {name} is in [{table}]; it belongs {due}.")
+            if table != PART_OF[name]:
+                there, due = (f"in [{part}]" if part else "above all tables" for part in (table, PART_OF[name]))
+                raise ConfigurationError(f"{path}: {name} is {there}; it belongs {due}.")
         try:
-            run = cls.of(**{n: tuple(value) if isinstance(value, list) else value for n, value in settings.items()})
+            return cls.of(**{n: tuple(value) if isinstance(value, list) else value for n, value in settings.items()})
         except TypeError as error:
             raise ConfigurationError(f"{path}: {error}; compare with the run.toml of a run that works.") from None
-        if any(PART_OF[name] and not table for name, table in table_of.items()):
-            advise(
-                f"{path} is a run file of an earlier version; the settings are now in {_tables()} (thinwire docs start)."
-            )
-        return run
 
 
 PARTS: dict[str, type] = {

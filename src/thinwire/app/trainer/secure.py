@@ -14,7 +14,7 @@ from typing import Any
 from thinwire.app.records.published import PublishedFolder
 from thinwire.app.records.run_file import read_run_file
 from thinwire.app.trainer.launch import Stop, Tick, as_replica, run_processes, stopping, train_here
-from thinwire.app.trainer.meeting import HUB, KEYS, PATHS, TOKEN
+from thinwire.app.trainer.meeting import HUB, KEYS, TOKEN
 from thinwire.app.trainer.model import SIZES
 from thinwire.app.trainer.place import Place
 from thinwire.app.trainer.run import OF_PIECES, Run
@@ -55,36 +55,23 @@ def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | 
 
 def train_member(run: Run, folder: Path, group: SecureGroup, resume: bool, stop: Stop) -> dict[str, Any]:
     """Train as one replica of a complete group, with its own `folder`."""
-    try:
-        own = _replicas_of(run, group)
-        return train_here(run, Place(own, folder, resume, stop=stop, alone=True, uploader=group.uploader))
-    finally:
-        _note(group, folder)
-
-
-def _note(group: SecureGroup, folder: Path) -> None:
-    """Keep for the summary how packets have travelled."""
-    (folder / PATHS).unlink(missing_ok=True)
-    if group.sent_straight:
-        (folder / PATHS).write_text(f"{group.describe()}\n")
+    own = _replicas_of(run, group)
+    return train_here(run, Place(own, folder, resume, stop=stop, alone=True, uploader=group.uploader))
 
 
 def join_for(
-    run: Run, token: str, name: str, keys: Path, word: str, timeout: float, address: str = "",
+    run: Run, token: str, name: str, keys: Path, word: str, timeout: float,
     say: Callable[[str], object] = lambda state: None,
 ) -> SecureGroup:  # fmt: skip
-    """Join the hub of `token` for `run`, and wait for the other replicas, which send the same `word`. They dial `address`, if this one
-    listens. `say` is called with each new state of the wait.
+    """Join the hub of `token` for `run`, and wait for the other replicas, which send the same `word`. `say` is called with each new state
+    of the wait.
     """
     link = parse_link(run.placement.uplink)
-    listen = "" if run.placement.listen == "none" else run.placement.listen
     size, rate = run.placement.replicas, link.bits_per_second if link else None
     if not run.needs_hub:
-        group = join(
-            token, name, size, keys, word, timeout, rate, listen=listen, address=address, say=say, warn=_unsaid
-        )
+        group = join(token, name, size, keys, word, timeout, rate, say=say, warn=_unsaid)
     else:
-        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate, 0, listen, address, say, _unsaid)
+        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate, 0, say, _unsaid)
         if group.names[-1] != REDUCER:  # whose name the hub gives to its own reducer alone
             group.close()
             raise LinkError(
@@ -126,8 +113,7 @@ def run_of_hub(path: Path, elastic: bool) -> Run:
             f"members; {_CORRECT}"
         )
     try:
-        # a member opens no port unless its owner says so
-        return Run.load(path).changed(carrier="secure-elastic" if elastic else "secure", listen="none")
+        return Run.load(path).changed(carrier="secure-elastic" if elastic else "secure")
     except ConfigurationError as error:
         why = str(error).removeprefix(f"{path}: ").removesuffix(".")
         raise ConfigurationError(f"the hub's run file is refused ({why}); {_CORRECT}") from None
@@ -144,8 +130,6 @@ def main() -> int:
             with join_for(run, token, f"replica-{index}", hub / KEYS, str(folder), _WAIT_SECONDS) as group:
                 own = _replicas_of(run, group)
                 train_here(run, Place(own, folder, resume, gpu=index, stop=stop))
-                if index == 0:
-                    _note(group, folder)
 
     return as_replica(train, has_the_hub=True)
 

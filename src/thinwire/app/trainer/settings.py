@@ -82,7 +82,7 @@ class MethodSpec(CheckedSettings):
     def composition(self, clip: float) -> Strategy | Method:
         """The strategy with the settings of its recipe. A recipe with a filter that clips uses `clip`. Raises `ConfigurationError`."""
         made, attack = self._composed(clip), self.liar()
-        if not isinstance(made, Strategy):
+        if made.own_loop:
             if self.privacy is not None:
                 raise ConfigurationError(
                     f"privacy={self.privacy!r} with {self.label}: deltas of a Strategy can be clipped and made noisy; choose a recipe."
@@ -135,7 +135,7 @@ class MethodSpec(CheckedSettings):
                 advice = f" Choose --strategy {' or '.join(others[:3])} for it." if others else ""
                 raise ConfigurationError(f"{name} takes no {', '.join(foreign)}; it takes {', '.join(taken)}.{advice}")
             made: Strategy | Method = NAMED[name](**given)
-            if isinstance(made, Strategy) and any(isinstance(one, Clip) for one in made.filters):
+            if not made.own_loop and any(isinstance(one, Clip) for one in made.filters):
                 made = NAMED[name](**(given | {"clip": clip}))
             return made
         if name.isidentifier() and name not in PIECES:

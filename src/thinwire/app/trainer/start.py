@@ -31,7 +31,7 @@ def start(
         "made_of": run.made_of() | {"fragments": len(fragments)},
         "corpus": job.describe(),
         "unit": job.unit,
-        "exchanges": composition.choices(shapes, run.placement.replicas) if isinstance(composition, Strategy) else [],
+        "exchanges": [] if composition.own_loop else composition.choices(shapes, run.placement.replicas),
     }
     # in tables own names come last
     place = share.index if share.count == run.placement.replicas else run.placement.replicas

@@ -24,7 +24,7 @@ VALIDATION_BATCHES = 4  # of held-out text, by which a replica weighs its neighb
 class TextJob:
     """Next-token prediction. The windows of a micro-batch follow from its number alone."""
 
-    unit = "tokens"
+    unit, packs = "tokens", False
 
     def __init__(self, run: Run, folder: Path | None, replica: int = 0) -> None:
         self._run, self._batch = run, run.data.batch_of(replica)
@@ -39,6 +39,14 @@ class TextJob:
     @property
     def facts(self) -> Mapping[str, object]:
         return {"tokenizer": self.corpus.tokenizer.fingerprint}
+
+    @property
+    def text(self) -> str:
+        return self.corpus.fingerprint
+
+    @property
+    def passed_over(self) -> Sequence[str]:
+        return self.corpus.passed_over
 
     def try_out(self, replicas: int) -> nn.Module:
         run, data = self._run, self._run.data

@@ -25,7 +25,6 @@ from thinwire.drivers.attached import Attached
 from thinwire.drivers.module_state import separate_gradients
 from thinwire.errors import PacketError
 from thinwire.replica import Replica
-from thinwire.strategy import Gradients
 
 _TOKENS = struct.Struct("<d")
 
@@ -56,9 +55,9 @@ def descend(
 @torch.no_grad()
 def _divide_by_tokens(model: nn.Module, replica: Replica | Attached, tokens: float) -> None:
     """Turn gradients of a sum into those of the mean over all tokens. Collective if gradients are exchanged: 16 bytes to each other replica."""
-    if isinstance(replica, Replica) and replica.tokens is not None:
+    if not replica.own_loop and replica.tokens is not None:
         replica.tokens = tokens  # the weight of a delta
-    if isinstance(replica, Replica) and isinstance(replica.strategy.signal, Gradients):
+    if not replica.own_loop and replica.strategy.exchanges_gradients:
         tokens = _mean_over_replicas(replica.group, tokens)  # type: ignore[arg-type]  # Gradients need a fixed group
     separate_gradients(model.parameters())
     for parameter in model.parameters():

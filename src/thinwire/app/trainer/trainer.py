@@ -54,7 +54,7 @@ from thinwire.pieces.inner_optimizers import SharpnessAware, at_the_worst_point
 from thinwire.pieces.partition import Fragment
 from thinwire.replica import Replica
 from thinwire.state_tree import pack
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 
 
 @dataclass
@@ -107,9 +107,10 @@ class Trainer(ABC):
         if isinstance(self.job, OwnJob) and isinstance(self.optimizer, SharpnessAware):
             self.job.held = run.data.accumulate
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        self._saves = False  # whether this process has written a checkpoint
         self.checkpoints, self._held = place.folder / "checkpoints" / place.name, HeldFolder(place.folder)
         self.replica = self._attach(facts)
+        # once the others have let it in, and before it trains: a run folder deleted from then on is not made anew by a checkpoint
+        self.checkpoints.parent.mkdir(exist_ok=True)
         self.micros = micro_batches(run.data.accumulate, self.replica)
 
     def _agree(self, facts: dict[str, Any]) -> None:
@@ -213,7 +214,7 @@ class Trainer(ABC):
     def progress(self) -> int:
         """Inner steps of the run: this replica's own, or the mean over all if replicas have different speeds."""
         replica = self.replica
-        return replica.progress if isinstance(replica, Attached) else replica.step
+        return replica.progress if replica.own_loop else replica.step
 
     def _finish(self) -> None:
         """The last rounds. A stop request in this phase ends the wait for the others."""
@@ -222,10 +223,10 @@ class Trainer(ABC):
             self._save()  # for a longer run, and for a kill in the last round
         began = time.monotonic()
         with watching(self._pass_on_a_stop, 0.05, "thinwire-stop"):  # because this thread waits for others
-            if isinstance(replica, Replica):
-                replica.finish(keep_seconds=run.placement.timeout)
-            else:
+            if replica.own_loop:
                 replica.finish()
+            else:
+                replica.finish(keep_seconds=run.placement.timeout)
         self.clock.loop_seconds += time.monotonic() - began
 
     def _pass_on_a_stop(self) -> bool:
@@ -256,7 +257,7 @@ class Trainer(ABC):
         paused = replica.seconds
         lr = self._set_rates()
         tokens = self.batch * run.data.sequence * own_micro_batches(run.data.accumulate, replica)
-        if isinstance(replica, Attached) and replica.samples:  # forward passes only, so there is no norm of a gradient
+        if replica.own_loop and replica.samples:  # forward passes only, so there is no norm of a gradient
             self.model.eval()
             first, norm_value = replica.step * replica.samples, math.nan
             loss = replica.iterate(lambda sample: mean_of(self._loss(first + sample)))
@@ -285,15 +286,15 @@ class Trainer(ABC):
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
         """Do the backward passes and the optimizer's step. Returns the loss and the gradient's norm."""
         run, begun = self.run, time.monotonic()
-        if isinstance(replica, Attached) and replica.idle:
+        if replica.own_loop and replica.idle:
             replica.skip()
             return math.nan, math.nan
         loss = at_the_worst_point(self.optimizer, lambda: descend(self.model, replica, self._loss, run.data.accumulate))
         replica.exchange_gradients()
-        strategy = replica.strategy if isinstance(replica, Replica) else None
+        strategy = None if replica.own_loop else replica.strategy
         by_filters = strategy and strategy.filters  # filters clip before the exchange
         most = math.inf if by_filters else run.optimizer.clip or math.inf
-        alike = strategy is not None and isinstance(strategy.signal, Gradients) and self.place.shards == 1
+        alike = strategy is not None and strategy.exchanges_gradients and self.place.shards == 1
         norm_value = clip(list(self.model.parameters()), most, alike)
         if not math.isfinite(norm_value):
             self.optimizer.zero_grad()  # an inner step without update still counts, so that replicas stay at the same step
@@ -351,9 +352,8 @@ class Trainer(ABC):
                 self.replica,
                 dataclasses.asdict(self._totals()) | {"data": self.job.state(), "samples": self.reader.notes()},
                 self.run.placement.keep,
-                parents=not self._saves,  # a folder that is deleted from now on stays so
+                parents=False,
             )
-            self._saves = True
         except CheckpointError as error:
             self.log.emit("warning", self.replica.step, message=f"{error}{self._at_risk()}")
             return error
@@ -393,7 +393,7 @@ class Trainer(ABC):
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         run, totals, link = self.run, self._totals(), parse_link(self.run.placement.link)
-        privacy = self.replica.strategy.privacy if isinstance(self.replica, Replica) else None
+        privacy = None if self.replica.own_loop else self.replica.strategy.privacy
         return {
             "strategy": run.method.strategy,
             "replicas": run.placement.replicas,

@@ -242,7 +242,7 @@ class ElasticDriver(Driver):
         agreed = GlobalState([one.anchor for one in self._fragments], states, ledger=self._template())
         agreed.load(facts)
         agreed.use_computed_digest()  # of the tensors that were read, whatever was saved beside them
-        number, before = agreed.round, facts.get("held_since", {})
+        number, before = agreed.round, facts["held_since"]
         held_since = {index: min(number, before.get(str(index), number)) for index in range(len(self._fragments))}
         self._at = Point(number, agreed.state_digest, dict(agreed.counted), agreed.ledger, held_since)
         self._trained, self._in_anchors = facts["trained"], list(facts["travelled"])

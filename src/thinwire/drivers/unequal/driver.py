@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.group import Group, gather
+from thinwire.comm.group import Group, GroupClaim, gather
 from thinwire.drivers.attached import Attached
-from thinwire.drivers.claim import GroupClaim
 from thinwire.drivers.handshake import agree_on_start, check_start
 from thinwire.drivers.module_state import clear
 from thinwire.drivers.step_hooks import outermost
@@ -42,7 +41,7 @@ from thinwire.drivers.unequal.messages import (
     Up,
 )
 from thinwire.drivers.unequal.rounds import HeldRound, ReportPace, own_every
-from thinwire.drivers.unequal.saved import Departed, check_numbers, load_syncer, resume, state_of, state_of_syncer
+from thinwire.drivers.unequal.saved import Departed, load_syncer, resume, state_of, state_of_syncer
 from thinwire.drivers.unequal.syncer import AgreedFragment, Syncer, decode_body, encode_delta, first_state
 from thinwire.drivers.unequal.syncer_channel import SyncerChannel
 from thinwire.drivers.unequal.timeline import Timeline
@@ -367,7 +366,7 @@ class Unequal(Attached):
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Collective, before the first inner step. Raises `CheckpointError`, `LinkError`."""
-        anew, syncer = self._load_host(tensors, check_numbers(facts)), self._host.syncer if self._host else None
+        anew, syncer = self._load_host(tensors, facts), self._host.syncer if self._host else None
         found = resume(self._team, HOST, syncer, self._states, tensors, facts, self._method.outer, anew)
         self.step = self._began_at = found.step
         self._numbers, self._tokens_since = found.numbers, found.tokens

@@ -77,16 +77,6 @@ def state_of_syncer(syncer: Syncer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
 
 
-def check_numbers(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same facts. Raises `CheckpointError` if an earlier version wrote them, which did not save what a resume needs now."""
-    if "numbers" not in facts or any(len(one) != 4 for one in (facts.get("agreed") or {}).get("counted", ())):
-        raise CheckpointError(
-            "this checkpoint of replicas of unequal speed lacks the numbers of its deltas, because an earlier version of Thinwire wrote it; "
-            "resume it with that version, or start the run anew."
-        )
-    return facts
-
-
 def load_syncer(syncer: Syncer, host: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None) -> None:
     """Load the state from `state_of_syncer`, which was on replica `host`. Raises `CheckpointError`."""
     if facts is None:

@@ -60,7 +60,7 @@ class Options:
         folder = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
         if folder is None or not (folder / "run.toml").exists():
             return Run()
-        seed = Run.load(folder / "run.toml", options.advise)
+        seed = Run.load(folder / "run.toml")
         if seed.model.job:
             return seed
         model = model_in(folder) if (folder / "model.safetensors").exists() else seed.model.model

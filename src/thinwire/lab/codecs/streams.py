@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thinwire.codecs.bits import pack, packed_nbytes, unpack
-from thinwire.codecs.layout import Places
+from thinwire.codecs.layout import Places, pack, packed_nbytes, unpack
 from thinwire.errors import PacketError
 
 Bytes = NDArray[np.uint8]

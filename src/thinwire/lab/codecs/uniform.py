@@ -10,8 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, check_fit, check_whole, not_finite
-from thinwire.codecs.bits import packed_nbytes
-from thinwire.codecs.layout import Part, Symbols
+from thinwire.codecs.layout import Part, Symbols, packed_nbytes
 from thinwire.errors import ConfigurationError
 from thinwire.lab.codecs import reference_levels
 from thinwire.rng import Key

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs.bits import pack, packed_nbytes, unpack
+from thinwire.codecs.layout import pack, packed_nbytes, unpack
 from thinwire.errors import PacketError
 
 BITS = 6  # of −log p

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Identity
-from thinwire.comm.group import Group
+from thinwire.comm.group import Group, GroupClaim
 from thinwire.drivers.attached import Attached
-from thinwire.drivers.claim import GroupClaim
 from thinwire.drivers.fragment import FragmentState
 from thinwire.drivers.handshake import agree_on_start, check_start
 from thinwire.drivers.module_state import clear

@@ -31,7 +31,7 @@ from thinwire.lab.simulate.scenario import Scenario
 from thinwire.lab.simulate.uplinks import Flags, Integers, Messages, Uplinks, nbytes_of_each, send
 from thinwire.pieces.schedule import Calendar, Rates
 from thinwire.rng import derive
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 
 
 @dataclass(eq=False)
@@ -205,7 +205,7 @@ class _Fleet:
                 if not eager and p in self.flying and self.flying[p].step + schedule.delay == step:
                     self._land(p, step)
         self._compute(steps, steps - done)
-        if not isinstance(self.strategy.signal, Gradients):
+        if not self.strategy.exchanges_gradients:
             self._finish(steps, eager)
 
     def _finish(self, step: int, eager: bool) -> None:

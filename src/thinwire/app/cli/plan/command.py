@@ -154,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _task(asked: Options) -> Task:
-    run = Run.load(asked.run, options.advise) if asked.run else Run()
+    run = Run.load(asked.run) if asked.run else Run()
     changes = {name: getattr(asked, name) for name in ("model", "job", "sequence", "text", "tokenizer")}
     changes = {name: value for name, value in changes.items() if value is not None}
     run = run.changed(**changes, slow=()).counted_in_samples()  # MACHINES say how fast each one is
