@@ -124,8 +124,8 @@ _TIMELINE = (
 )
 _LINK = "The bits that each replica sends, over time."
 _DISTRIBUTIONS = (
-    "The replicas side by side. A density is a sum of Gaussian kernels; on a logarithmic axis it is that of the logarithm. Small bumps may be "
-    "chance. An exchange begins when a fragment departs and ends when all packets are there."
+    "The replicas side by side. A curve is at the share of values that are at most as large. An exchange begins when a fragment departs and "
+    "ends when all packets are there."
 )
 _WIRE = (
     "Every byte by purpose and peer, as each replica's ledger counted it; headers of TCP and IP come on top. Seconds are sums over messages. "
