@@ -17,8 +17,7 @@ from thinwire.app.records.run_record import RunRecord, best_loss
 from thinwire.app.report.diagnosis import delay_table, diagnose
 from thinwire.app.report.progress import compare_table
 from thinwire.app.report.terminal import reading
-from thinwire.app.report.trackers.follow import following
-from thinwire.app.report.trackers.sinks import SINKS, parse_sinks
+from thinwire.app.report.trackers import SINKS, following, parse_sinks
 from thinwire.errors import ConfigurationError
 from thinwire.files import check_place
 

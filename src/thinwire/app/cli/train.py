@@ -19,8 +19,7 @@ from thinwire.app.records.printable import quoted
 from thinwire.app.records.run_record import RunRecord
 from thinwire.app.report.progress import Progress
 from thinwire.app.report.terminal import waiting
-from thinwire.app.report.trackers.follow import following
-from thinwire.app.report.trackers.sinks import parse_sinks
+from thinwire.app.report.trackers import following, parse_sinks
 from thinwire.app.trainer import launch, run_folder
 from thinwire.app.trainer.job import check_and_weigh
 from thinwire.app.trainer.meeting import AtLighthouse
