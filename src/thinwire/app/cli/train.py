@@ -32,8 +32,6 @@ from thinwire.comm import parse_link
 from thinwire.errors import ConfigurationError
 from thinwire.membership.view import Presence
 
-DEMO = Run.of(link="5mbit,30ms")
-
 
 @dataclass(frozen=True)
 class Options:
@@ -115,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     place = launch.torchrun_place()
     demo = not arguments and place is None
     if demo:
-        asked = Options(run_settings=DEMO)
+        asked = Options(run_settings=Run.of(link="5mbit,30ms"))
     else:
         asked = options.read(Options, "train", arguments, DESCRIPTION).elastically()
     run, console = asked.run_settings.absolute(), options.console(asked.json)

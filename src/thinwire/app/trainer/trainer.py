@@ -99,7 +99,7 @@ class Trainer(ABC):
         if place.shards > 1:
             shard(self.model, run.placement.replicas, place.shards, self.device)
         self.job.begin(self.share, place.shard, place.shards)
-        self.method, self.inner = run.make_method(), run.make_inner()
+        self.method, self.inner = run.make_method(), run.plan.inner
         self.lr_factor = 1.0 if self.method else self.inner.lr_factor
         own = self.job.make_optimizer(self.model)
         self.own_rates = bool(own)
