@@ -17,7 +17,7 @@ from thinwire.exchange import Round, SendContext, decode
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.products import inner_products
-from thinwire.exchange.round import Outgoing
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.lab.robust.by_products import GeometricMedian
 from thinwire.lab.robust.coordinates import Median, TrimmedMean
 from thinwire.packet import REFUSED, empty_packet, payload

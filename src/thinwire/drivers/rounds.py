@@ -29,8 +29,7 @@ from thinwire.errors import DisagreementError, LinkError, PeerError
 from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.record import recorded
-from thinwire.exchange.round import Outgoing
-from thinwire.exchange.send_queue import JobThread
+from thinwire.exchange.send_queue import JobThread, Outgoing
 from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
 from thinwire.packet import PARTIAL, REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding

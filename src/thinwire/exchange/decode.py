@@ -21,7 +21,8 @@ from thinwire import kernels
 from thinwire.codecs import Codec
 from thinwire.exchange.buffers import CPU, Buffers
 from thinwire.exchange.chunks import CodedRange
-from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.packet import REFUSED, payload
 from thinwire.pieces.aggregate import Values
 from thinwire.rng import Key

@@ -15,7 +15,8 @@ from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.buffers import CPU
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
-from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.exchange.stage import Stage
 from thinwire.pieces.aggregate import Mean
 from thinwire.types import State

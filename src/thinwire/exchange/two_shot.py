@@ -16,7 +16,8 @@ from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import CodedRange, Message, Signal, cut, packets_nbytes, shards
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.owner import Owner, check_means, check_owners
-from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.exchange.stage import MOST_STAGES, Stage, heard
 from thinwire.packet import HEADER_NBYTES, REFUSED, payload
 from thinwire.pieces.feedback import Feedback

@@ -19,7 +19,8 @@ from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import Message, Signal, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
-from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.exchange.stage import Stage
 from thinwire.exchange.two_shot import Reduction, reduction_nbytes
 from thinwire.lab.gossip.rules import GossipRule

@@ -17,7 +17,8 @@ from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.owner import Owner, check_means, check_owners
-from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.exchange.stage import MOST_STAGES, Stage, heard, tag_of
 from thinwire.packet import REFUSED
 from thinwire.pieces.aggregate import Mean
