@@ -169,6 +169,25 @@ def test_all_steps_of_a_delta_that_was_taken_back_are_still_to_be_sent() -> None
     assert elastic.facts()["travelled"] == [9.0], "those of the first are still to be sent"
 
 
+def test_a_whole_period_after_rounds_of_single_steps_counts_in_full() -> None:
+    """Rounds follow each other at every step while others make up for an outage. The guard took the next whole period for a broken batch."""
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4))
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    piece = first_state(strategy, tw.pieces.partition.Fragment("all", [("all", parameter)]), 0, 0, 1)
+    elastic = ElasticDriver(
+        training(strategy, [parameter], [piece], lambda *_, **__: None), SimulatedCluster().membership("a", least=1)
+    )
+    for number, steps in enumerate([1] * 8 + [4]):
+        with torch.no_grad():
+            parameter -= float(steps)
+        elastic._trained += steps
+        delta = elastic._bring(0, number)
+        assert torch.equal(delta.delta, torch.full((4,), float(steps)))
+        elastic._take_over(
+            Outcome(0, number, parameter.detach().clone(), counted=delta), parameter.detach().clone(), number
+        )
+
+
 def test_a_frozen_replica_takes_part_again_after_it_thaws() -> None:
     cluster, record = SimulatedCluster(), RecordedRun()
 
