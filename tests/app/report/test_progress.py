@@ -15,8 +15,9 @@ from rich.table import Table
 
 from thinwire.app.cli import main
 from thinwire.app.records.events import EventLog
-from thinwire.app.records.participation import CARRIER
 from thinwire.app.records.run_record import RunRecord
+from thinwire.app.records.start import CARRIER
+from thinwire.app.records.start import Start as Begun
 from thinwire.app.records.units import NOTHING
 from thinwire.app.report import progress as module
 from thinwire.app.report.progress import Progress, compare_table, final_table
@@ -208,7 +209,7 @@ def test_a_new_session_resets_the_counters(tmp_path: Path, write_events: Write, 
 def test_the_loss_of_a_replica_is_empty_until_a_step_tells_one(start: Start) -> None:
     """A restart keeps the step. NaN is a loss."""
     (step,) = steps(5, 5)
-    shown = ReplicaProgress.of(start(0, 1), step=4)
+    shown = ReplicaProgress.of(Begun.of(start(0, 1)), step=4)
     shown.take(step | {"loss": None})
     assert shown.loss is None and shown.step == 5
     shown.take(step | {"loss": math.nan})

@@ -79,7 +79,7 @@ def _diagnose(asked: Options, console: Console) -> int:
     if len(asked.runs) > 1:
         raise ConfigurationError(f"--diagnose with {len(asked.runs)} runs: one is needed; diagnose them one by one.")
     with reading(console, asked.runs):
-        diagnosis = diagnose(asked.runs[0])
+        diagnosis = diagnose(RunRecord.load(asked.runs[0]))
     if diagnosis.ways:
         console.print(delay_table(diagnosis))
         console.print()

@@ -142,7 +142,7 @@ _DIAGNOSIS = (
 def _diagnoses(records: Sequence[RunRecord]) -> str:
     """The diagnoses of the runs with messages."""
     real = [record for record in records if record.summary.provenance != "simulated" and len(record.replicas) > 1]
-    body = "".join(_run_title(record, len(records) > 1) + delay_page(diagnose(record.folder)) for record in real)
+    body = "".join(_run_title(record, len(records) > 1) + delay_page(diagnose(record)) for record in real)
     return _section("diagnosis", "Who is slow", _DIAGNOSIS, real, body) if real else ""
 
 
@@ -192,7 +192,7 @@ def _shape(record: RunRecord) -> str:
         f"{summary.replicas} replicas",
         f"{text_of_count(summary.parameters)} parameters",
         f"{summary.steps:,} inner steps",
-        f"{text_of_count(summary.tokens)} {record.unit}",
+        f"{text_of_count(summary.tokens)} {record.start.unit}",
         f"link {text_of_rates(record.rates)}" if record.rates else "link not shaped",
         record.status,
         summary.text_of_time(),
@@ -260,7 +260,7 @@ def _run_title(record: RunRecord, several: bool) -> str:
 
 
 def _fragments(record: RunRecord, several: bool) -> str:
-    sizes = record.fragments
+    sizes = record.start.fragments
     largest = max((numel for _, numel in sizes), default=1) or 1
     flights, stalls = [r.flights for r in record.replicas], [r.stalls for r in record.replicas]
     flown, fragments = np.concatenate([f.end - f.begin for f in flights]), np.concatenate([f.fragment for f in flights])
@@ -355,7 +355,7 @@ def _notes(record: RunRecord, several: bool) -> str:
 
 
 def _settings(records: Sequence[RunRecord]) -> str:
-    flat = [_flat({**record.settings, "made of": record.made_of}) for record in records]
+    flat = [_flat({**record.settings, "made of": record.start.made_of}) for record in records]
     return _compared("run.toml", records, flat)
 
 
@@ -364,8 +364,7 @@ def _machine(records: Sequence[RunRecord]) -> str:
     flat = []
     for record in records:
         starts = [replica.start for replica in record.replicas]
-        machines = [one["machine"] if isinstance(one["machine"], dict) else {} for one in starts]
-        each = [_flat({"carrier": one["carrier"], **machine}) for one, machine in zip(starts, machines)]
+        each = [_flat({"carrier": start.carrier, **start.machine}) for start in starts]
         keys = dict.fromkeys(key for one in each for key in one)
         flat.append({key: "; ".join(dict.fromkeys(one.get(key, NOTHING) for one in each)) for key in keys})
     return _compared("machine", records, flat)
