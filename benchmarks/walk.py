@@ -109,7 +109,10 @@ def main() -> None:
     # threads run beside each other: the walk follows the delta, from the main thread by the outbound one to the inbound one, and back
     rank = {"thinwire-outbound": 1, "thinwire-inbound": 2}
     landing = next((i for i, (_, (_, to)) in enumerate(calls) if to[1].endswith(("_land", ".land"))), len(calls))
-    walk = sorted(range(len(calls)), key=lambda i: 3 if i >= landing and rank.get(calls[i][0], 0) == 0 else rank.get(calls[i][0], 0))
+    walk = sorted(
+        range(len(calls)),
+        key=lambda i: 3 if i >= landing and rank.get(calls[i][0], 0) == 0 else rank.get(calls[i][0], 0),
+    )
     turns: dict[Call, str] = {}
     for i in walk:
         thread, (came, to) = calls[i]

@@ -10,7 +10,7 @@ from pieces import CODECS, over
 import thinwire as tw
 from thinwire.codecs import check_finite, packet_nbytes
 from thinwire.comm import ThreadGroup
-from thinwire.exchange import Round, SendContext, once
+from thinwire.exchange import Arriving, Round, SendContext, once
 from thinwire.packet import HEADER_NBYTES, REFUSED
 from thinwire.rng import Key
 from thinwire.rng import draw as rng
@@ -372,7 +372,8 @@ def test_a_refused_packet_holds_no_values(row):
     departure = tw.exchange.Direct().depart(round_, {})
     ((packet,),) = [[outgoing.wait().clone() for outgoing in round_.outgoing]]
     assert not packet[HEADER_NBYTES:].any() and packet.numel() == packet_nbytes(row.piece, 100)
-    assert tw.exchange.Direct().arrive(departure, lambda *_: None).flags == (REFUSED,)
+    arriving = Arriving(tw.exchange.Direct().arrive(departure))
+    assert not list(arriving) and arriving.arrival.flags == (REFUSED,)
     estimate, arrival = once(tw.exchange.Direct(), air, row.piece, x, Key(), {})
     assert estimate is None and arrival.flags == (REFUSED,)
     air.close()

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import thinwire as tw
 from thinwire.drivers import deltas as delta_driver
 from thinwire.drivers.deltas import _move
+from thinwire.drivers.flight import Flight
 from thinwire.drivers.fragment import FragmentState, first_state
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
@@ -98,10 +99,11 @@ def test_a_round_takes_its_outer_step_range_by_range_and_returns_what_it_no_long
     held.feedback["residual"] += 1
     (delta, mean), own = torch.randn(2, whole), torch.zeros(whole)
     after = strategy.outer.step(anchor, mean, held.state)
-    round_ = held.begin_round(strategy, buffers.like(delta).copy_(delta), 1, buffers, outer=strategy.outer)
+    state = held.begin_round(strategy, buffers.like(delta).copy_(delta), 1, outer=strategy.outer)
+    round_ = Flight(state, buffers)
     for begin, end in ((0, 700), (700, whole)):
         assert same_bits(round_.signal(begin, end), (delta + 1)[begin:end])
-        round_.settle(begin, mean[begin:end], lambda begin=begin, end=end: own[begin:end])
+        round_.settle(begin, mean[begin:end], own[begin:end])
     assert len(buffers._lent) == 5, "the delta, three results, and the signal of a range"
     assert round_.finish()
     round_.close()

@@ -22,7 +22,7 @@ class Least(Exchange):
     def depart(self, round_, state):
         raise NotImplementedError
 
-    def arrive(self, departure, settle):
+    def arrive(self, departure):
         raise NotImplementedError
 
     def nbytes_sent(self, codec, numel, size, rank=None):

@@ -151,7 +151,7 @@ def settled(aggregate: Aggregate, codec: Codec, refused: int) -> list[tuple[int,
             own.flags = REFUSED * (refused == 1)
             flags = [REFUSED * (rank == refused) for rank in range(3)]
             for begin, mean, sent in room.pieces(message.ranges[0], packets, Key(sender=1), own, flags):
-                made.append((begin, mean.clone(), sent().clone()))
+                made.append((begin, mean.clone(), sent.clone()))
             room.close()
 
     tw.run_threads(3, replica)

@@ -176,13 +176,15 @@ class Training:
             "rounds": [fragment.rounds for fragment in self.fragments],
             "since": [fragment.since for fragment in self.fragments],
             "parameters": [names(fragment) for fragment in self.fragments],
-            "flights": {str(f.index): [f.flight.number, f.flight.departed] for f in self.fragments if f.flight},
+            "flights": {
+                str(f.index): [f.flight.round.number, f.flight.round.departed] for f in self.fragments if f.flight
+            },
             "calendar": self.calendar.facts(),
         }
         if self.copies.names:
             facts["copies"] = self.copies.names
         if self.tokens is not None:
-            departed = {str(f.index): f.flight.trained for f in self.fragments if f.flight}
+            departed = {str(f.index): f.flight.round.tokens for f in self.fragments if f.flight}
             facts["tokens"] = [self.trained, [fragment.counted for fragment in self.fragments], departed]
         return tensors_to_save(self.fragments), facts
 

@@ -16,8 +16,9 @@ from thinwire import kernels
 from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.drivers.base import Training
+from thinwire.drivers.flight import Flight
 from thinwire.drivers.flights import FixedGroupDriver, Flights
-from thinwire.drivers.fragment import DROPPED, FragmentState, RoundUpdate, held_by, stays_on_device
+from thinwire.drivers.fragment import DROPPED, FragmentState, held_by, stays_on_device
 from thinwire.drivers.handshake import agree_on_resume, digest
 from thinwire.drivers.module_state import clear
 from thinwire.drivers.rounds import WEIGHTS, or_flags
@@ -58,7 +59,7 @@ class DeltaDriver(FixedGroupDriver):
         for index in training.calendar.departs(training.step):
             self._depart(training.fragments[index], training.strategy.outer)
         for fragment in training.fragments:
-            if fragment.flight and fragment.flight.lands == training.step:
+            if fragment.flight and fragment.flight.round.lands == training.step:
                 self._land(fragment, fragment.flight)
         if self._window:
             self._window.slide()
@@ -103,12 +104,9 @@ class DeltaDriver(FixedGroupDriver):
         self._flights.together(lambda group: agree_on_resume(group, training.step, own), "load_state")
         for step, index, number, delta in flights:
             fragment, outer = training.fragments[index], training.strategy.outer
-            update = fragment.begin_round(
-                training.strategy, delta, step, self._flights.buffers, outer=outer, number=number
-            )
-            if self._by_tokens:
-                update.trained = facts["tokens"][2][str(index)]
-            self._flights.depart_again(update)
+            tokens = facts["tokens"][2][str(index)] if self._by_tokens else 0.0
+            state = fragment.begin_round(training.strategy, delta, step, outer=outer, number=number, tokens=tokens)
+            self._flights.depart_again(Flight(state, self._flights.buffers))
 
     def close(self) -> None:
         super().close()
@@ -132,49 +130,50 @@ class DeltaDriver(FixedGroupDriver):
         if strategy.privacy:
             strategy.privacy.apply(delta, self._group.size)
         codec = fragment.due(strategy.policy.last if self._ended else strategy.policy, fragment.rounds)
-        update = fragment.begin_round(strategy, delta, training.step, buffers, outer=outer, given=given, codec=codec)
-        update.trained = training.trained
-        self._flights.depart(update, began, scheduled=not self._ended)
+        state = fragment.begin_round(
+            strategy, delta, training.step, outer=outer, given=given, codec=codec, tokens=training.trained
+        )
+        self._flights.depart(Flight(state, buffers), began, scheduled=not self._ended)
         fragment.since = training.step
 
     @torch.no_grad()
-    def _land(self, fragment: FragmentState, update: RoundUpdate) -> None:
+    def _land(self, fragment: FragmentState, flight: Flight) -> None:
         """Commit or discard the round. A refused round changes nothing: the delta is still in the parameters. If an aggregate left out this
         replica's delta because it was not finite, the round of the others is still good.
         """
         training, merge = self.training, self.training.strategy.merge
-        landed = self._flights.land(update)
-        left_out = self._group.rank in update.refused_by
-        if update.good:
-            kept = merge.keeps_flight and update.departed < training.step and not left_out
-            if kept and update.anchor is not None:
-                _move(fragment, update.anchor, update.delta)
+        self._flights.land(flight)
+        left_out = self._group.rank in flight.refused_by
+        if flight.good:
+            kept = merge.keeps_flight and flight.round.departed < training.step and not left_out
+            if kept and flight.anchor is not None:
+                _move(fragment, flight.anchor, flight.round.delta)
             if left_out:  # before the merge, which would hide values that are not finite
-                self._start_again(update)
-            update.commit()
+                self._start_again(flight)
+            flight.commit()
             if kept and merge.keeps_unsent:
                 for part, residual in fragment.slices(fragment.feedback["residual"]):
                     merge.leave(part, residual)
-            fragment.counted = max(update.trained, fragment.counted)
+            fragment.counted = max(flight.round.tokens, fragment.counted)
             if not kept and not merge.whole_period:
                 fragment.mix_anchor(merge)
             fragment.since = training.step if merge.forgets else fragment.since
         else:
-            update.discard()
+            flight.discard()
             fragment.since = DROPPED
             if left_out:
-                self._start_again(update)
-        landed()
+                self._start_again(flight)
+        self._flights.landed(flight)
 
-    def _start_again(self, left_out: RoundUpdate) -> None:
+    def _start_again(self, left_out: Flight) -> None:
         """Go back to the anchors if the weights are not finite; fragments in flight to their departure, because their deltas still count."""
         training = self.training
         if not start_again(training, self._site, self._flights.buffers) or training.strategy.merge.whole_period:
             return
         for fragment in training.fragments:
             flight = fragment.flight
-            if flight and flight is not left_out and bool(torch.isfinite(flight.delta).all()):
-                fragment.load_into_parameters(fragment.base - flight.delta)
+            if flight and flight is not left_out and bool(torch.isfinite(flight.round.delta).all()):
+                fragment.load_into_parameters(fragment.base - flight.round.delta)
 
     def _land_last(self, fragment: FragmentState) -> None:
         assert fragment.flight is not None
@@ -221,7 +220,7 @@ def start_again(training: Training, site: Group | None = None, buffers: Buffers 
         return False
     training.warn("this replica's weights were not finite; it restarts from the anchors")
     for fragment in training.fragments:
-        flies = fragment.flight is not None and fragment.flight.delta is fragment.own
+        flies = fragment.flight is not None and fragment.flight.round.delta is fragment.own
         if buffers:
             buffers.give(fragment.deviation, *fragment.deviation_state.values(), None if flies else fragment.own)
         fragment.deviation, fragment.own, fragment.deviation_state = None, None, {}

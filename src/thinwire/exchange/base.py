@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,18 +20,14 @@ from thinwire.types import State
 if TYPE_CHECKING:
     from thinwire.comm.uplink import Link
 
-Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]
-"""Called with the index of the first element, the estimate from there on, and a function that returns the values of this replica's own
-packets for the same elements, NaN where it refused and the aggregate tolerates that. Both tensors are valid only during the call."""
-
 
 @runtime_checkable
 class Exchange(Protocol):
     """Turns all replicas' values of a fragment into one estimate of their mean, with the same bits on all if it `agrees`.
 
     It has two halves, so that several rounds share the link: `depart` starts receiving and sending; `arrive` waits, decodes
-    and hands over the estimate range by range. An exchange may keep a state for each fragment: `init` makes it, and
-    `arrive` returns the next one without changing the present one, so a failed round changes nothing.
+    and yields the estimate range by range. An exchange may keep a state for each fragment: `init` makes it, and
+    it returns the next one without changing the present one, so a failed round changes nothing.
 
     Laws (tests/exchange/test_exchanges.py): the estimate depends on the sent bytes only;
     `nbytes_sent` equals the ledger's count for the purpose "packet"; `check` refuses a codec that does not fit.
@@ -123,8 +119,8 @@ class Exchange(Protocol):
         """Start a round without waiting for peers. The returned value is passed to `arrive`."""
 
     @abstractmethod
-    def arrive(self, departure: Any, settle: Settle) -> Arrival:
-        """Finish the round that `depart` began. Raises `LinkError`, `PacketError`."""
+    def arrive(self, departure: Any) -> Ranges:
+        """Finish the round that `depart` began: yields its `Range`s, and returns the `Arrival`. Raises `LinkError`, `PacketError`."""
 
     def largest(self, departure: Any) -> dict[int, float]:
         """The largest absolute value in the packets of each replica after `arrive`, by rank; infinity for one that is not finite. Empty if
@@ -149,11 +145,29 @@ class Exchange(Protocol):
         """Seconds of a round if every replica's uplink is `link`, with no other traffic (predicted)."""
 
 
+class Range(NamedTuple):
+    """A part of the estimate. Both tensors are valid until the next range.
+
+    Args:
+        begin: the index of its first element.
+        mean: the estimate from there on, flat fp32.
+        own: what this replica's own packets hold there, NaN where it refused and the aggregate tolerates that. None unless the round
+            `decodes_own`.
+
+    >>> Range(0, torch.zeros(2)).own is None
+    True
+    """
+
+    begin: int
+    mean: Tensor
+    own: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Arrival:
     """The end of a round.
 
-    There is no estimate if it is `void`, or if more flags have `REFUSED` than the aggregate tolerates; discard all values handed over.
+    If it is `void`, or if more flags have `REFUSED` than the aggregate tolerates, the round has no result: drop its values.
 
     Args:
         flags: the flags of each replica in rank order, one number each.
@@ -167,6 +181,38 @@ class Arrival:
     flags: tuple[int, ...]
     state: State
     void: bool = False
+
+
+Ranges = Generator[Range, None, Arrival]
+"""Yields the ranges of an estimate, and returns how the round has ended."""
+
+
+class Arriving:
+    """An iterator over the ranges of a round; `arrival` is known after the last one.
+
+    Args:
+        ranges: of `Exchange.arrive`.
+
+    >>> from thinwire import run_threads
+    >>> from thinwire.codecs import Identity
+    >>> from thinwire.exchange import Direct, Round, SendContext
+    >>> def replica(group):
+    ...     delta = torch.tensor([1.0, 3.0]) * group.rank
+    ...     round_ = Round(SendContext(group), Identity(), 2, Key(sender=group.rank), lambda begin, end: delta[begin:end])
+    ...     arriving = Arriving(Direct().arrive(Direct().depart(round_, {})))
+    ...     means = [part.mean.tolist() for part in arriving]
+    ...     return means, arriving.arrival.flags
+    >>> run_threads(2, replica)[0]
+    ([[0.5, 1.5]], (0, 0))
+    """
+
+    arrival: Arrival
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._ranges = ranges
+
+    def __iter__(self) -> Iterator[Range]:
+        self.arrival = yield from self._ranges
 
 
 def fits(exchange: Exchange, codec: Codec) -> bool:

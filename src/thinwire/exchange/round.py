@@ -69,6 +69,7 @@ class Round:
         packets: uint8 buffers that `close` gives back.
         anchor: the fragment's values before its inner steps, flat fp32.
         device: where the signal is, and where `Direct` decodes packets of whole fragments.
+        decodes_own: whether the exchange yields this replica's own values with the estimate.
         on_stream: a context in which work on that device follows what was queued before the departure.
         trace: times of this replica's messages, for diagnosis.
 
@@ -96,6 +97,7 @@ class Round:
     packets: list[Tensor] = field(default_factory=list)
     anchor: Tensor | None = None
     device: torch.device = CPU
+    decodes_own: bool = True
     on_stream: Callable[[], AbstractContextManager[object]] = nullcontext
     trace: Trace = field(default_factory=Trace)
 

@@ -10,7 +10,7 @@ from thinwire.codecs import Codec
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.all_reduce import AllReduce
-from thinwire.exchange.base import Arrival, Exchange, Settle, fits
+from thinwire.exchange.base import Exchange, Ranges, fits
 from thinwire.exchange.direct import Direct
 from thinwire.exchange.round import Round
 from thinwire.exchange.two_shot import TwoShot
@@ -120,8 +120,8 @@ class Fastest(Exchange):
         # a state of other tensors is that of another exchange, for another codec
         return _Departure(exchange, exchange.depart(round_, state if known == own else due), state)
 
-    def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
-        arrival = departure.exchange.arrive(departure.departure, settle)
+    def arrive(self, departure: _Departure) -> Ranges:
+        arrival = yield from departure.exchange.arrive(departure.departure)
         return arrival if arrival.state else replace(arrival, state=departure.state)
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:

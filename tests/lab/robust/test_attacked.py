@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -77,11 +76,8 @@ def test_a_liar_in_gossip_sends_weights_that_a_false_delta_would_lead_to(sybils,
         round_ = Round(
             context, Identity(), 70, Key(0, 0, 3, rank), lambda begin, end: theta[begin:end], anchor=anchors[rank]
         )
-
-        def settle(begin: int, mean: Tensor, own: Callable[[], Tensor]) -> None:
-            means[begin : begin + len(mean)], sent[begin : begin + len(mean)] = mean, own()
-
-        made.arrive(made.depart(round_, made.init(Identity(), 70, rank, 4)), settle)
+        for begin, mean, own in made.arrive(made.depart(round_, made.init(Identity(), 70, rank, 4))):
+            means[begin : begin + len(mean)], sent[begin : begin + len(mean)] = mean, own
         context.close()
         return [means, sent]
 

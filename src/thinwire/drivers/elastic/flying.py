@@ -10,10 +10,10 @@ from thinwire.codecs import Codec
 from thinwire.drivers.elastic.eviction import EvictionVoter
 from thinwire.drivers.elastic.messages import Ready
 from thinwire.drivers.elastic.plan import RoundPlan
-from thinwire.drivers.fragment import FragmentState, RoundUpdate
-from thinwire.drivers.token_weights import weigh
+from thinwire.drivers.flight import Flight
+from thinwire.drivers.fragment import FragmentState, RoundState
 from thinwire.errors import LinkError, NonFiniteError, PacketError
-from thinwire.exchange import Buffers, Round, SendContext
+from thinwire.exchange import Arriving, Buffers, Round, SendContext
 from thinwire.exchange.record import Record
 from thinwire.membership.view import View
 from thinwire.packet import REFUSED
@@ -24,7 +24,7 @@ from thinwire.strategy import Strategy
 def fly(
     strategy: Strategy, codec: Codec, held: FragmentState, view: View, plan: RoundPlan, ready: Ready, context: SendContext,
     voter: EvictionVoter,
-) -> tuple[RoundUpdate, dict[str, float], dict[int, str]]:  # fmt: skip
+) -> tuple[Flight, dict[str, float], dict[int, str]]:  # fmt: skip
     """Exchange the round's fragment; all members `held` the same anchor of it.
 
     Every delta is multiplied by weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted mean. The remainder
@@ -37,14 +37,16 @@ def fly(
     share = plan.weights[group.rank] * group.size / plan.whole
     delta = ready.delta if own else torch.zeros_like(anchor)
     outer = strategy.outer.last if plan.finished else strategy.outer
-    moved = RoundUpdate(held, delta, outer, strategy.feedback if own else None, Buffers())
-
-    signal, settle = weigh(moved, share)
+    state = RoundState(held, delta, outer, strategy.feedback if own else None, plan.round, 0, 0, codec)
+    moved = Flight(state, Buffers(), share)
     key = Key(strategy.seed, fragment, plan.round, group.rank)
-    round_ = Round(context, codec, anchor.numel(), key, signal)
+    round_ = Round(context, codec, anchor.numel(), key, moved.signal, decodes_own=moved.decodes_own)
     with voter.watches(round_, view):
         departure = strategy.exchange.depart(round_, {})
-        arrival = strategy.exchange.arrive(departure, settle)
+        arriving = Arriving(strategy.exchange.arrive(departure))
+        for begin, mean, values in arriving:
+            moved.settle(begin, mean, values)
+        arrival = arriving.arrival
     names = [member.name for member in view.members]
     if refused := tuple(rank for rank, flags in enumerate(arrival.flags) if flags & REFUSED):
         who = ", ".join(names[rank] for rank in refused)

@@ -51,7 +51,7 @@ from thinwire.drivers.elastic.messages import (
 from thinwire.drivers.elastic.past_deltas import Doubt, PastDeltas
 from thinwire.drivers.elastic.plan import MemberStatus, RoundPlan, check_status, first_in_turn, reconcile
 from thinwire.drivers.elastic.states import Action, Event, State, transition
-from thinwire.drivers.fragment import RoundUpdate
+from thinwire.drivers.flight import Flight
 from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteError, PacketError, UndecidedError
 from thinwire.exchange import SendContext
 from thinwire.membership.rendezvous import Membership
@@ -277,13 +277,13 @@ class RoundLoop:
 
     def _hold(
         self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]
-    ) -> tuple[RoundPlan, RoundUpdate | None, bool | None]:
+    ) -> tuple[RoundPlan, Flight | None, bool | None]:
         """Level, exchange, vote, commit. Returns the plan that was followed, the update, and whether the round was committed (None: this
         replica does not know).
         """
         ready, reason = self._waiting.pop(plan.fragment, NOTHING), ""
         rank, void, granted = view.group.rank, False, False
-        moved: RoundUpdate | None = None
+        moved: Flight | None = None
         reads, blames = list[ReadCount](), dict[str, str]()
         self._sums = {}
         names = [member.name for member in view.members]
@@ -395,7 +395,7 @@ class RoundLoop:
         self._past.doubted(doubt, whole=ready.renewals == self._renewals[fragment])
         return Outcome(fragment, doubt.round, ready=ready)
 
-    def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
+    def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> Flight:
         """Exchange, and note for whom this replica waited."""
         fragment, own = plan.fragment, view.group.rank in plan.counted
         held = self.agreed.fragment(fragment, self.codecs[fragment], ready.feedback if own else {})
@@ -419,7 +419,7 @@ class RoundLoop:
         self._context = None
 
     def _decide(
-        self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, yes: bool, what: str
+        self, view: View, plan: RoundPlan, ready: Ready, moved: Flight | None, yes: bool, what: str
     ) -> bool | None:
         """Vote on the round: whether all members have all that it needs. None: the result is not known before the next statuses."""
         try:
@@ -433,7 +433,7 @@ class RoundLoop:
             self._observe("doubt", round=plan.round, reason=str(error))
             return None
 
-    def _summary(self, plan: RoundPlan, moved: RoundUpdate | None, reads: Sequence[ReadCount]) -> str:
+    def _summary(self, plan: RoundPlan, moved: Flight | None, reads: Sequence[ReadCount]) -> str:
         """A digest of what a commit would change, which members vote for: a round in which they have unlike results is not committed."""
         readings = [[one.serial, one.version, one.count] for one in reads]
         text = json.dumps([plan.round, plan.fragment, plan.weights, plan.whole, readings, plan.over])
@@ -447,7 +447,7 @@ class RoundLoop:
         view: View,
         plan: RoundPlan,
         ready: Ready,
-        moved: RoundUpdate | None,
+        moved: Flight | None,
         granted: bool,
         reads: Sequence[ReadCount],
     ) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.base import Exchange, Ranges
 from thinwire.exchange.chunks import Signal, cut
 from thinwire.exchange.round import Round
 from thinwire.exchange.stage import MOST_STAGES, Stage
@@ -122,8 +122,9 @@ class Attacked(Exchange):
         round_.signal = lambda begin, end: said[begin:end]
         return self.exchange.depart(round_, inner), first
 
-    def arrive(self, departure: tuple[Any, Tensor | None], settle: Settle) -> Arrival:
-        arrival, first = self.exchange.arrive(departure[0], settle), departure[1]
+    def arrive(self, departure: tuple[Any, Tensor | None]) -> Ranges:
+        first = departure[1]
+        arrival = yield from self.exchange.arrive(departure[0])
         return arrival if first is None else replace(arrival, state={"first": first, **arrival.state})
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError, DisagreementError, PacketError
-from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.base import Arrival, Exchange, Range, Ranges
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.owner import Owner, check_means, check_owners
@@ -110,7 +109,7 @@ class Star(Exchange):
         own = [up.send(index, message, to, round_.signal, round_.key) for index, message in enumerate(messages)]
         return _Departure(round_, messages, own, down, at_center)
 
-    def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
+    def arrive(self, departure: _Departure) -> Ranges:
         round_, at_center = departure.round, departure.center
         center, key = self._rank(round_.size), mean_key(round_)
         flags, void = [0] * round_.size, False
@@ -128,7 +127,8 @@ class Star(Exchange):
             void |= bool(said & REFUSED)
             for coded in () if void else message.ranges:
                 estimate = room.owners(coded, round_.size, packet, key)
-                settle(coded.begin, estimate, partial(room.sent, coded, own.packet, round_.key))
+                own_values = room.sent(coded, own.packet, round_.key) if round_.decodes_own else None
+                yield Range(coded.begin, estimate, own_values)
         room.close()
         round_.close()
         return Arrival(tuple(flags), at_center.owner.after if at_center else {}, void)
