@@ -15,7 +15,7 @@ from thinwire.app.cli import main
 from thinwire.app.cli.summary import summary_of
 from thinwire.app.records.run_record import RunRecord
 from thinwire.app.report.report import write_report
-from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer import launch, run_folder, supervisor
 from thinwire.app.trainer.job import check
 from thinwire.app.trainer.resuming import complete
 from thinwire.app.trainer.run import Run
@@ -44,14 +44,10 @@ def run_of(text: str, **changes: object) -> Run:
 def run_in(folder: Path, run: Run, resume: bool = False) -> Path:
     run = run.absolute()
     run_folder.new_folder(run, folder, resume)
-    if run.placement.carrier == "secure":
-        from thinwire.app.trainer.secure import train_secure
-
-        train_secure(run, folder, resume, lambda: None)
-    elif run.placement.carrier == "processes":
-        launch.train_processes(run, folder, resume, lambda: None)
-    else:
+    if run.placement.carrier == "threads":
         launch.train_threads(run, folder, resume, lambda: None)
+    else:
+        supervisor.train_processes(run, folder, resume, lambda: None)
     return folder
 
 

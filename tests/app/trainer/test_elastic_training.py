@@ -286,10 +286,10 @@ def test_a_replica_says_at_once_that_its_lighthouse_does_not_answer(
     with socket.socket() as closed:  # bound, but not listening
         closed.bind(("127.0.0.1", 0))
         address, told = f"127.0.0.1:{closed.getsockname()[1]}", list[object]()
-        monkeypatch.setattr(supervisor._Replica, "begin", lambda replica, resume: None)
+        monkeypatch.setattr(supervisor._Member, "begin", lambda replica, resume: None)
         monkeypatch.setattr(supervisor, "_watch", lambda *given: None)
         joining = supervisor.JoiningReplica(AtLighthouse(address), "oslo")
-        supervisor.train_elastic(run, tmp_path, False, lambda: None, told.append, joining)
+        supervisor.train_processes(run, tmp_path, False, lambda: None, say=told.append, joining=joining)
     (line,) = told
     assert str(line).startswith(f"oslo waits: the lighthouse at {address} does not answer (")
 
