@@ -297,3 +297,47 @@ def test_a_signal_has_room_for_the_longest_range():
     for begin, end, room in ((0, 300, 1280), (300, 900, 2560), (900, 1010, 2560)):
         assert flight.signal(begin, end).tolist() == [1.0] * (end - begin)
         assert sum(whole.numel() for whole in buffers._lent.values()) == room
+
+
+def all_of(held: FragmentState) -> dict[str, list[float]]:
+    """All values that a fragment keeps from round to round."""
+    filtered = {f"filter {index}": state for index, state in enumerate(held.filtered)}
+    states = {name: getattr(held, name) for name in ("state", "feedback", "exchange", "aggregate", "policy")} | filtered
+    kept = {f"{name}.{key}": value.tolist() for name, state in states.items() for key, value in state.items()}
+    return kept | {"anchor": held.anchor.tolist(), "parameters": flat(held)}
+
+
+def test_a_discarded_round_leaves_every_state_as_it_was_and_a_committed_one_replaces_it():
+    """Those of the exchange, the aggregate and the policy too, which the round made beside the others."""
+    strategy = tw.Strategy(codec=tw.codecs.Sign(), feedback=Feedback(), outer=TWO_LINEAR)
+    strategy.__dict__["filters"] = (Doubled(),)
+    for good in (False, True):
+        held, buffers = held_by(strategy), Buffers()
+        kinds = ("exchange", "aggregate", "policy")
+        for name in kinds:
+            setattr(held, name, {"last": floats(2.0)})
+        held.feedback["residual"] += 3
+        before = all_of(held)
+        update = arrived(held, strategy, buffers, floats(6.0, 4.0), outer=TWO_LINEAR)
+        for name in kinds:
+            setattr(update, name, {"last": floats(9.0)})
+        assert update.finish()
+        update.close()
+        (update.commit if good else update.discard)()
+        after = all_of(held)
+        changed = {name for name in before if after[name] != before[name]}
+        assert changed == (set(before) - {"parameters"} if good else set())
+
+
+def test_a_state_that_a_tolerated_round_without_this_replica_made_infinite_is_the_one_before():
+    """Value by value, in the feedback and in every filter: what others sent counts."""
+    strategy = tw.Strategy(codec=tw.codecs.Sign(), feedback=Feedback())
+    strategy.__dict__["filters"] = (Doubled(),)
+    held = held_by(strategy)
+    update = RoundUpdate(held, floats(1.0), None, None, Buffers())
+    held.feedback, update.feedback = {"residual": floats(3.0, 4.0)}, {"residual": floats(math.nan, 5.0)}
+    held.filtered, update.filtered = ({"last": floats(1.0, 2.0)},), ({"last": floats(7.0, -math.inf)},)
+    update.keep_own_state()
+    assert update.feedback["residual"].tolist() == floats(3.0, 5.0).tolist()
+    assert update.filtered[0]["last"].tolist() == floats(7.0, 2.0).tolist()
+    assert held.feedback["residual"].tolist() == floats(3.0, 4.0).tolist()
