@@ -1,17 +1,19 @@
-"""The walk of a delta: which files a round passes through, in which order, and where the path turns back to a file that it has left.
+"""The walk of a delta: the files that one round passes through, in their order, and where the path turns back.
 
     python benchmarks/walk.py [--calls]
 
-Two replicas on threads train a small model by `streaming_diloco`; replica 0 is watched from a departure to its landing. A reader
-follows the calls. A call from a file to one that the walk came through before, and that itself calls others (no leaf), is a *return*: a
-call-back, or a job that another thread runs for its author. --calls prints each call between files.
+Two replicas on threads train a small model by `streaming_diloco`. Replica 0 is watched in the inner steps after which its second round
+departs and lands; the walk follows the main thread to the departure, then the sending thread, then the receiving one, then the landing.
+A *return* is a pair of files where the later one calls the earlier one; a *wait* is such a pair that only waits for what is done there.
+Leaves are no part of the walk: carriers, codecs and kernels, values without calls of their own; nor are constructors, declarations
+(properties) and the prediction of bytes. --calls prints each call.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import sys
+import inspect
 import threading
 from pathlib import Path
 from types import FrameType
@@ -23,51 +25,59 @@ import thinwire as tw
 from thinwire.catalogue.parsing import parse
 
 SRC = str(Path(tw.__file__).parent) + "/"
+LEAVES = ("comm/", "codecs/", "kernels/", "drivers/monitor")  # monitor: it wraps the carrier
+BEGINS = "DeltaDriver.after_inner_step"
 Place = tuple[str, str]  # file, function
-Call = tuple[Place | None, Place]
+Call = tuple[str, Place, Place]  # thread, caller, called
 
 
-def watched() -> list[tuple[str, Call]]:
-    """Each call between files of thinwire in one round of replica 0, with the thread that made it, in the order of time."""
-    calls: list[tuple[str, Call]] = []
-    armed, lock = threading.Event(), threading.Lock()
-    threads = set[int]()
+def watched() -> list[Call]:
+    """The calls between files of thinwire in one round of replica 0, in the order of time."""
+    calls: list[Call] = []
+    armed, threads = threading.Event(), set[int]()
 
-    def place(frame: FrameType) -> Place | None:
-        name = frame.f_code.co_filename
-        return (name[len(SRC) : -3], frame.f_code.co_qualname) if name.startswith(SRC) else None
+    def place(frame: FrameType | None) -> Place | None:
+        name = frame.f_code.co_filename if frame else ""
+        inside = name.startswith(SRC) and frame and not frame.f_code.co_qualname.startswith(("<", "Arriving."))
+        return (name[len(SRC) : -3], frame.f_code.co_qualname) if inside and frame else None
+
+    def no_stay(frame: FrameType) -> bool:
+        name, of = frame.f_code.co_name, frame.f_locals.get("self")
+        declared = isinstance(inspect.getattr_static(type(of), name, None), property)
+        return declared or name in ("__init__", "__post_init__", "nbytes_sent")
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not armed.is_set() or threading.get_ident() not in threads:
             return
-        to = place(frame)
-        if to is None or frame.f_code.co_name.startswith("<"):
+        to, back, begun = place(frame), frame.f_back, threading.current_thread().name.startswith("thinwire")
+        if to is None or no_stay(frame):
             return
-        back = frame.f_back
-        while back is not None and (place(back) is None or back.f_code.co_name.startswith("<")):
+        came = None
+        while back is not None:
+            above = place(back)
+            came = came or above
+            begun |= above is not None and above[1] == BEGINS
+            if above is not None and no_stay(back):
+                return
             back = back.f_back
-        came = place(back) if back is not None else None
-        if came is None or came[0] != to[0]:
-            with lock:
-                calls.append((threading.current_thread().name, (came, to)))
+        if came and came[0] != to[0] and begun:
+            calls.append((threading.current_thread().name, came, to))
 
-    def of_replica(frame: FrameType, event: str, arg: Any) -> None:
-        profile(frame, event, arg)
-
-    torch.manual_seed(0)
-    base = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
     started = threading.Thread.start
 
     def start(self: threading.Thread) -> None:  # the threads that replica 0 starts are its own
-        if threading.get_ident() in threads:
-            run = self.run
+        run, own = self.run, threading.get_ident() in threads
 
-            def counted() -> None:
+        def counted() -> None:
+            if own:
                 threads.add(threading.get_ident())
-                run()
+            run()
 
-            self.run = counted  # type: ignore[method-assign]
+        self.run = counted  # type: ignore[method-assign]
         started(self)
+
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
 
     def replica(group: tw.Group) -> None:
         if group.rank == 0:
@@ -76,21 +86,19 @@ def watched() -> list[tuple[str, Call]]:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         data = torch.randn(4, 64, generator=torch.Generator().manual_seed(group.rank))
         strategy = tw.recipes.RECIPES["streaming_diloco"](every=5, delay=2, partition=parse("Whole()"))
-        attached = tw.Replica(strategy, model, optimizer, group)
-        for step in range(12):
-            if step == 9 and group.rank == 0:  # the second round departs after step 10, and lands after step 12
-                armed.set()
-            model(data).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if group.rank == 0:
-            armed.clear()
-        attached.finish()
-        attached.close()
+        with tw.Replica(strategy, model, optimizer, group):
+            for step in range(12):
+                if step == 9 and group.rank == 0:  # the second round departs after step 10, and lands after step 12
+                    armed.set()
+                model(data).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if group.rank == 0:
+                armed.clear()
 
     torch.set_num_threads(1)
     threading.Thread.start = start  # type: ignore[method-assign]
-    threading.setprofile(of_replica)
+    threading.setprofile(profile)
     try:
         tw.run_threads(2, replica)
     finally:
@@ -102,33 +110,28 @@ def watched() -> list[tuple[str, Call]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", action="store_true", help="print each call between files")
-    asked = parser.parse_args()
-    calls = watched()
-    callers = {came[0] for _, (came, _) in calls if came}
+    asked, calls = parser.parse_args(), watched()
+    landing = next(i for i, (*_, to) in enumerate(calls) if to[1].endswith(".land"))
+    beside = {"thinwire-outbound": 1, "thinwire-inbound": 2}
+    parts = [beside.get(thread, 0 if i < landing else 3) for i, (thread, *_) in enumerate(calls)]
+    walk = [calls[i] for i in sorted(range(len(calls)), key=lambda i: parts[i])]
+    callers = {came[0] for _, came, _ in walk}
     order: dict[str, int] = {}
-    # threads run beside each other: the walk follows the delta, from the main thread by the outbound one to the inbound one, and back
-    rank = {"thinwire-outbound": 1, "thinwire-inbound": 2}
-    landing = next((i for i, (_, (_, to)) in enumerate(calls) if to[1].endswith(("_land", ".land"))), len(calls))
-    walk = sorted(
-        range(len(calls)),
-        key=lambda i: 3 if i >= landing and rank.get(calls[i][0], 0) == 0 else rank.get(calls[i][0], 0),
-    )
-    turns: dict[Call, str] = {}
-    for i in walk:
-        thread, (came, to) = calls[i]
-        for file in (came[0] if came else None, to[0]):
-            if file is not None:
-                order.setdefault(file, len(order))
-        if came and to[0] in callers and order[to[0]] < order[came[0]]:
-            turns.setdefault((came, to), thread)
+    returns: dict[bool, dict[tuple[str, str], str]] = {False: {}, True: {}}  # by whether they only wait
+    for thread, came, to in walk:
+        for file in (came[0], to[0]):
+            order.setdefault(file, len(order))
+        stay = to[0] in callers and not to[0].startswith(LEAVES) and not came[0].startswith(LEAVES)
+        if stay and order[to[0]] < order[came[0]]:
+            waits = to[1].rpartition(".")[2].startswith("wait")
+            returns[waits].setdefault((came[0], to[0]), f"{':'.join(came)} → {':'.join(to)}   ({thread})")
         if asked.calls:
-            print(f"{thread:20} {':'.join(came) if came else '-':50} {':'.join(to)}")
-    for (came, to), thread in turns.items():
-        print(f"return: {':'.join(came or ('', ''))} → {':'.join(to)}   ({thread})")
-    files = [file for file in order if file in callers]
-    print(f"{len(order)} files, of which {len(files)} call others: {' '.join(files)}")
-    print(f"{len(turns)} returns, between {len({(a[0], b[0]) for a, b in turns if a})} pairs of files")
+            print(f"{thread:20} {':'.join(came):50} {':'.join(to)}")
+    stays = [file for file in order if file in callers and not file.startswith(LEAVES)]
+    print(f"{len(order)} files; stays: {' '.join(stays)}")
+    for waits, found in returns.items():
+        print(f"{len(found)} {'waits' if waits else 'returns'}:", *found.values(), sep="\n  ")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

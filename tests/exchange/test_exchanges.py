@@ -151,6 +151,7 @@ def test_an_aggregate_remembers_what_it_aggregates(small):
             round_ = Round(context, codec, 97, Key(sender=rank), lambda begin, end: x[rank, begin:end])
             round_.aggregate, round_.remembered = rule, rule.init(exchange.owns(codec, 97, rank, 3), 3)
             assert list(exchange.arrive(exchange.depart(round_, {})))
+            round_.close()
             context.close()
             return round_.after
 

@@ -114,6 +114,7 @@ def run(case: Case) -> str:
             for begin, mean, own in arriving:
                 said[0, begin : begin + len(mean)] = mean
                 said[1, begin : begin + len(own)] = own
+            round_.close()
             arrival = arriving.arrival
             assert round_.nbytes_sent == case.exchange.nbytes_sent(case.codec, NUMEL, case.size, rank)
             ends.append((arrival.flags, arrival.void, round_.nbytes_sent))

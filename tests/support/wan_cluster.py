@@ -155,6 +155,7 @@ def train_rounds(
                 try:
                     for _ in exchange.arrive(exchange.depart(round_, {})):
                         pass
+                    round_.close()
                     over = True
                 finally:
                     with cluster.time:

@@ -122,8 +122,10 @@ class DeltaDriver(FixedGroupDriver):
             self._window.departs(fragment.index)
         delta = fragment.delta(buffers.like(fragment.anchor))
         # after a dropped delta the number of its steps is unknown
-        if strategy.guards and fragment.since != DROPPED and not self._alone:
-            training.guard(fragment, delta, training.step - fragment.since)
+        if strategy.guard and strategy.guards and fragment.since != DROPPED and not self._alone:
+            periods = (training.step - fragment.since) / strategy.schedule.every
+            if clipped := fragment.guarded(strategy.guard, delta, periods):
+                training.report_clipped(fragment, *clipped)
         given = fragment.snapshot(buffers.like(fragment.anchor)) if self._alone else None
         if strategy.merge.whole_period:
             self._begin_next_period(fragment, delta)

@@ -184,6 +184,7 @@ class RoundPipeline:
                 arriving = Arriving(self.exchange.arrive(departure))
                 for begin, mean, own in arriving:
                     flight.settle(begin, mean, own)
+                round_.close()
                 if message and self._deciding is not None:
                     flight.policy = self._deciding.told(flight.fragment.codec, message.result().arrive())
                 for check in checks:

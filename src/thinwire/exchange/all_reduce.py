@@ -60,9 +60,7 @@ class AllReduce(Exchange):
         return _Phases(round_, state)
 
     def arrive(self, departure: _Phases) -> Ranges:
-        arrival = yield from departure.arrive()
-        departure.round.close()
-        return arrival
+        return (yield from departure.arrive())
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return sum(reduction_nbytes(values, count, size, rank or 0) for values, count in _phases(codec, numel))

@@ -120,7 +120,8 @@ class Exchange(Protocol):
 
     @abstractmethod
     def arrive(self, departure: Any) -> Ranges:
-        """Finish the round that `depart` began: yields its `Range`s, and returns the `Arrival`. Raises `LinkError`, `PacketError`."""
+        """Finish the round that `depart` began: yields its `Range`s, and returns the `Arrival`. The caller closes the round. Raises
+        `LinkError`, `PacketError`."""
 
     def largest(self, departure: Any) -> dict[int, float]:
         """The largest absolute value in the packets of each replica after `arrive`, by rank; infinity for one that is not finite. Empty if

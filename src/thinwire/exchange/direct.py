@@ -85,7 +85,6 @@ class Direct(Exchange):
             for index in range(len(departure.messages)):
                 yield from self._ranges(departure, index, room, flags)
         room.close()
-        round_.close()
         return Arrival(tuple(flags), {})
 
     def _packets(self, departure: _Departure, index: int) -> dict[int, Tensor]:

@@ -122,9 +122,7 @@ class Hierarchy(Exchange):
         return _TwoHops(round_, self, state)
 
     def arrive(self, departure: _TwoHops) -> Ranges:
-        arrival = yield from departure.arrive()
-        departure.round.close()
-        return arrival
+        return (yield from departure.arrive())
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         if rank is None:

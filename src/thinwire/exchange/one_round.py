@@ -56,6 +56,7 @@ def once(
     arriving = Arriving(exchange.arrive(exchange.depart(round_, state)))
     for begin, mean, _ in arriving:
         estimate[begin : begin + mean.numel()] = mean
+    round_.close()
     arrival = arriving.arrival
     refused = arrival.void or sum(bool(said & REFUSED) for said in arrival.flags) > aggregate.tolerates(round_.size)
     return None if refused else estimate, arrival

@@ -17,7 +17,6 @@ from thinwire.exchange.buffers import CPU, Buffers
 from thinwire.exchange.chunks import Signal
 from thinwire.exchange.record import Record, Trace
 from thinwire.exchange.send_queue import PACKET, Order, Outgoing, SendQueue
-from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.rng import Key
 from thinwire.types import State
@@ -127,14 +126,9 @@ class Round:
             self.after = {name: self.context.buffers.floats(kept.numel()) for name, kept in before.items()}
         return self.after
 
-    def packet(self, nbytes: int) -> Tensor:
-        """A buffer for a packet with a payload of `nbytes`."""
-        self.packets.append(self.context.buffers.bytes(HEADER_NBYTES + nbytes))
-        return self.packets[-1]
-
     def close(self) -> None:
-        """Wait until all packets are handed over, and give the buffers back. Do not call it for a failed round, whose
-        buffers may still be written to.
+        """Wait until all packets are handed over, and give the buffers back: when the last range has been used. Do not call it for a failed
+        round, whose buffers may still be written to.
         """
         for outgoing in self.outgoing:
             try:

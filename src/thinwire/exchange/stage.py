@@ -62,7 +62,7 @@ class Stage:
         for index in range(max(map(len, due.values()), default=0)):
             first = (self.round.key.round + index) % len(peers)
             messages = {peer: due[peer][index] for peer in peers[first:] + peers[:first] if index < len(due[peer])}
-            packets = {p: self.round.packet(message.nbytes + self.marks) for p, message in messages.items()}
+            packets = {p: self._room(message) for p, message in messages.items()}
             transfer = self.round.context.group.post(self._tag(index), {}, packets, self.purpose, self._sized)
             self._expected.append(_Expected(transfer, messages, packets))
 
@@ -151,13 +151,19 @@ class Stage:
         self.post(outgoing, to)
 
     def _outgoing(self, index: int, message: Message, packet: Tensor | None = None) -> Outgoing:
-        room = self.round.packet(message.nbytes + self.marks) if packet is None else packet
+        room = self._room(message) if packet is None else packet
         tag, round_ = self._tag(index), self.round
         outgoing = Outgoing(
             message, room, self.number, index, tag, self.purpose, trace=round_.trace, on_stream=round_.on_stream
         )
         self.round.outgoing.append(outgoing)
         return outgoing
+
+    def _room(self, message: Message) -> Tensor:
+        """A buffer for the packet of `message`, which the round gives back."""
+        room = self.round.context.buffers.bytes(HEADER_NBYTES + message.nbytes + self.marks)
+        self.round.packets.append(room)
+        return room
 
     def _header(self, key: Key, index: int, message: Message) -> Header:
         """The header that is expected from `key`'s sender, with the largest size."""

@@ -40,6 +40,7 @@ class Went:
             self.estimate[begin:end] = mean
             law(own is not None, "a round that decodes_own gets no own values")
             self.sent[begin:end] = mean if own is None else own
+        round_.close()
         arrival = arriving.arrival
         law(
             all(same_bits(kept, before[name]) for name, kept in state.items()), "a round changes the state it was given"

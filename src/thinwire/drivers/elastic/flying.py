@@ -46,6 +46,7 @@ def fly(
         arriving = Arriving(strategy.exchange.arrive(departure))
         for begin, mean, values in arriving:
             moved.settle(begin, mean, values)
+        round_.close()
         arrival = arriving.arrival
     names = [member.name for member in view.members]
     if refused := tuple(rank for rank, flags in enumerate(arrival.flags) if flags & REFUSED):

@@ -229,7 +229,6 @@ class Gossip(Exchange):
             for one in following.said:
                 one.send(partial(_part, heard), round_.key)
         yield from _arrived(round_, departure.steps[-1], flags)
-        round_.close()
         return Arrival(tuple(flags), {})
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
@@ -306,7 +305,6 @@ def _arrive_each(departure: _Departure, sources: Sequence[int]) -> Ranges:
             flags[round_.rank] |= own.flags
         room.close()
         begin += len(sources) * numel
-    round_.close()
     return Arrival(tuple(said & ~REFUSED for said in flags), {})
 
 

@@ -130,7 +130,6 @@ class Star(Exchange):
                 own_values = room.sent(coded, own.packet, round_.key) if round_.decodes_own else None
                 yield Range(coded.begin, estimate, own_values)
         room.close()
-        round_.close()
         return Arrival(tuple(flags), at_center.owner.after if at_center else {}, void)
 
     def _mean(self, departure: _Departure, index: int, center: int) -> int:
