@@ -158,6 +158,12 @@ def test_a_reader_that_is_loaded_begins_behind_what_has_landed() -> None:
         assert again.load(state, ledger, known) and (again.count, again.generation) == (count, 1)
         assert again.draw(2).tolist() == samples_of(ledger, "a", count, count + 2)
         assert again.holds == [((0, 4),)]
+    early = reading(ledger)  # it learns of the commit only after it has loaded
+    early.draw(4)
+    early.trained()
+    early.adopt(after)
+    assert (early.count, early.generation) == (8, 1)
+    assert early.draw(2).tolist() == samples_of(ledger, "a", 8, 10)
     gone, _ = after.commit(0, {}, at(after, b=0))
     gone, _ = gone.commit(0, {}, at(gone, b=0))
     again = reading(ledger)
