@@ -28,7 +28,6 @@ from typing import ClassVar
 from thinwire.app.records.events import Tail
 from thinwire.app.trainer import launch
 from thinwire.app.trainer.final import of_full_disk
-from thinwire.app.trainer.job import open_job
 from thinwire.app.trainer.launch import (
     Stop,
     Tick,
@@ -79,7 +78,6 @@ def train_processes(
     Raises `LinkError` with the reason if the run has ended without its replicas; `CheckpointError` if no elastic one has anything to resume from.
     """
     stop, elastic = stop or Stop(), run.placement.elastic
-    open_job(run.of_replica(0), folder)  # once, so that the text is tokenised before they start, and errors appear here
     (folder / "logs").mkdir(exist_ok=True)
     names = [joining.name] if joining else [f"replica-{index}" for index in range(run.placement.replicas)]
     if elastic and resume and not joining:  # replicas on other machines may have the agreed state
