@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import thinwire as tw
 from thinwire.comm import state_transfer
 from thinwire.drivers.elastic.driver import ElasticDriver
 from thinwire.drivers.elastic.messages import Outcome, Ready
+from thinwire.drivers.elastic.plan import RoundPlan
 from thinwire.drivers.fragment import first_state
 from thinwire.errors import EndedError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
@@ -409,3 +411,39 @@ def test_no_module_reads_the_wall_clock() -> None:
         assert not re.search(
             r"\btime\.(time|time_ns)\(|\bdatetime\.(now|utcnow)|\blocaltime|\bgmtime", path.read_text()
         ), path
+
+
+def test_no_two_rounds_of_a_run_have_one_number() -> None:
+    """Keys of stochastic rounding and tags of messages hold it: a round that failed is held again under the next one."""
+    cluster, record = SimulatedCluster(), RecordedRun()
+    cluster.later(5.0, lambda: cluster.damage("a", "b"))
+    agree(train_all(cluster, record), record)
+    rounds = [(name, fields) for name, event, fields in record.events if event == "round" and fields["counted"]]
+    assert any(fields["committed"] is False for _, fields in rounds)
+    for member in "abc":
+        numbers = [fields["round"] for name, fields in rounds if name == member]
+        assert numbers == sorted(set(numbers))
+
+
+def test_a_round_whose_delta_was_given_back_meanwhile_is_held_again_without_it() -> None:
+    """Its replica may have got back an earlier delta that this one holds too: both would count it."""
+    cluster, record = SimulatedCluster(), RecordedRun()
+
+    def run(name: str) -> Toy:
+        toy = Toy(cluster, name, record)
+        loop = toy.elastic.rounds.loop
+        level = loop._level
+
+        def renewed(view: View, plan: RoundPlan, *rest: Any) -> None:
+            level(view, plan, *rest)
+            if name == "a" and plan.round == 3:
+                for renewals in (toy.elastic._renewals, loop._renewals):
+                    renewals[plan.fragment] += 1
+
+        loop._level = renewed  # type: ignore[method-assign]
+        return toy.train(24)
+
+    agree(cluster.play({name: run for name in "abc"}), record)
+    rounds = [fields for name, event, fields in record.events if name == "a" and event == "round"]
+    (refused,) = [fields for fields in rounds if "may hold one that was counted" in fields["reason"]]
+    assert refused["committed"] is False and "a" in rounds[-2]["counted"]
