@@ -28,6 +28,7 @@ def test_both_vectors_are_averaged_over_the_neighbours_in_all_their_ranges(topol
         round_ = Round(context, Identity(), numel, Key(sender=group.rank), lambda begin, end: x[group.rank, begin:end])
         for begin, mean, own in exchange.arrive(exchange.depart(round_, {})):
             said[0, begin : begin + len(mean)], said[1, begin : begin + len(mean)] = mean, own
+        round_.close()
         context.close()
         return said
 

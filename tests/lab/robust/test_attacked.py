@@ -78,6 +78,7 @@ def test_a_liar_in_gossip_sends_weights_that_a_false_delta_would_lead_to(sybils,
         )
         for begin, mean, own in made.arrive(made.depart(round_, made.init(Identity(), 70, rank, 4))):
             means[begin : begin + len(mean)], sent[begin : begin + len(mean)] = mean, own
+        round_.close()
         context.close()
         return [means, sent]
 
