@@ -108,7 +108,9 @@ def save(
     Raises:
         CheckpointError: the checkpoint cannot be written; if the state is the cause, the message has the path of what cannot be saved.
     """
-    tensors, facts = replica.state()
+    (tensors, facts), _ = optimizer_attributes.without_attributes(
+        replica.state()
+    )  # they go beside the optimizer's state
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "thinwire": __version__,
