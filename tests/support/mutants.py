@@ -2,7 +2,6 @@
 
     make mutants                                               # 200 random mutants of the core: about an hour
     make mutants MUTANTS="codecs pieces/guard.py --sample 20"  # a random sample of these parts
-    make mutants MUTANTS="--again build/mutants/SURVIVORS.json" # those that survived, anew
 
 A mutant is a comparison, operator, number, condition, argument or statement that is changed or removed. No file of the checkout is
 changed: a copy of the sources is, and a process that has loaded torch is forked, in which the copy comes first in the path (and in
@@ -15,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import itertools
 import json
 import os
 import random
@@ -144,26 +144,28 @@ def nodes_of(node: ast.AST) -> Iterator[ast.AST]:
                 yield from nodes_of(child)
 
 
-def mutants_of(path: Path) -> list[Mutant]:
-    text = path.read_text(encoding="utf-8")
-    lines = text.encode().splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    whole, made = text.encode(), []
-    for node in nodes_of(ast.parse(text)):
-        for other in replaced(node):
-            begin = starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
-            end = starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
-            written = ast.unparse(ast.fix_missing_locations(other))
-            if isinstance(node, ast.expr):
-                written = f"({written})"
-            changed = (whole[:begin] + written.encode() + whole[end:]).decode()
-            with suppress(SyntaxError):
-                if ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text)):
-                    was = " ".join(whole[begin:end].decode().split())
-                    made.append(Mutant(str(path.relative_to(SOURCE)), node.lineno, was, written, changed))  # type: ignore[attr-defined]
-    return made
+def places_of(path: Path) -> list[tuple[Path, ast.AST, ast.AST]]:
+    """Returns each node that may be wrong, with what stands in its place."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [(path, node, other) for node in nodes_of(tree) for other in replaced(node)]
+
+
+def mutant(path: Path, node: Any, other: ast.AST) -> Mutant | None:
+    """Returns the file with `other` for `node`; None if that is the same program, or none."""
+    whole = path.read_bytes()
+    starts = [0, *itertools.accumulate(map(len, whole.splitlines(keepends=True)))]
+    begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+    written = ast.unparse(ast.fix_missing_locations(other))
+    if isinstance(node, ast.expr):
+        written = f"({written})"
+    changed = whole[:begin] + written.encode() + whole[end:]
+    try:
+        if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(whole)):
+            return None
+    except SyntaxError:
+        return None
+    was = " ".join(whole[begin:end].decode().split())
+    return Mutant(str(path.relative_to(SOURCE)), node.lineno, was, written, changed.decode())
 
 
 def tests_of(file: str) -> list[str]:
@@ -217,23 +219,15 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", nargs="*", help="these tests alone, in place of the part's")
-    parser.add_argument("--again", type=Path, help="the survivors of this JSON")
     parser.add_argument("--out", type=Path, default=WORK / "mutants.json")
     options = parser.parse_args()
     roots = [SOURCE / part for part in options.parts] or [
         path for path in SOURCE.iterdir() if path.name not in NOT_CORE and (path.is_dir() or path.suffix == ".py")
     ]
     files = sorted(file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py")))
-    mutants = [mutant for file in files for mutant in mutants_of(file)]
-    if options.again:
-        old = {
-            tuple(row[key] for key in ("file", "was", "now"))
-            for row in json.loads(options.again.read_text())
-            if row["result"] == "survived"
-        }
-        sample = [mutant for mutant in mutants if (mutant.file, mutant.was, mutant.now) in old]
-    else:
-        sample = random.Random(options.seed).sample(mutants, min(options.sample, len(mutants)))
+    places = [place for file in files for place in places_of(file)]
+    random.Random(options.seed).shuffle(places)
+    sample = list(itertools.islice(filter(None, itertools.starmap(mutant, places)), options.sample))
     tree = WORK / f"tree-{os.getpid()}"
     shutil.copytree(SOURCE, tree / "thinwire")  # with the dates of files, so that numba's cache holds
     for name in PRELOADED:
@@ -242,38 +236,38 @@ def main() -> None:
     sys.path.append(str(ROOT))  # as `python -m pytest` does
     limits: dict[tuple[str, ...], float] = {}
     rows, counts = [], defaultdict(lambda: defaultdict(int))
-    for mutant in sample:
+    for one in sample:
         began = time.monotonic()
-        tests = options.tests or tests_of(mutant.file)
+        tests = options.tests or tests_of(one.file)
         if tests and (among := tuple(sorted(tests))) not in limits:
-            whole = Mutant(mutant.file, 0, "", "", (SOURCE / mutant.file).read_text(encoding="utf-8"))
+            whole = Mutant(one.file, 0, "", "", (SOURCE / one.file).read_text(encoding="utf-8"))
             result, test = run(whole, tree, tests, 3600.0)
             if result != "survived":
-                sys.exit(f"the tests of {mutant.file} fail without a mutant: {test}")
+                sys.exit(f"the tests of {one.file} fail without a mutant: {test}")
             limits[among] = 60.0 + 5 * (time.monotonic() - began)
-            print(f"the tests of {Path(mutant.file).parts[0]} take {time.monotonic() - began:.0f} s", flush=True)
+            print(f"the tests of {Path(one.file).parts[0]} take {time.monotonic() - began:.0f} s", flush=True)
             began = time.monotonic()
-        result, test = run(mutant, tree, tests, limits[among]) if tests else ("survived", "no tests")
+        result, test = run(one, tree, tests, limits[among]) if tests else ("survived", "no tests")
         print(
-            f"{result:9}{mutant.file}:{mutant.line} ({time.monotonic() - began:.0f} s): {mutant.was[:100]} -> {mutant.now[:100]}  {test}",
+            f"{result:9}{one.file}:{one.line} ({time.monotonic() - began:.0f} s): {one.was[:100]} -> {one.now[:100]}  {test}",
             flush=True,
         )
         rows.append(
             {
-                "file": mutant.file,
-                "line": mutant.line,
-                "was": mutant.was,
-                "now": mutant.now,
+                "file": one.file,
+                "line": one.line,
+                "was": one.was,
+                "now": one.now,
                 "result": result,
                 "test": test,
             }
         )
-        counts[Path(mutant.file).parts[0]][result] += 1
+        counts[Path(one.file).parts[0]][result] += 1
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
     shutil.rmtree(tree)
     print(
-        f"seed {options.seed}, {len(sample)} of {len(mutants)} mutants\npart | run | noticed | late | survived | share noticed"
+        f"seed {options.seed}, {len(sample)} of {len(places)} places\npart | run | noticed | late | survived | share noticed"
     )
     for part, of in [
         *sorted(counts.items()),
