@@ -14,7 +14,7 @@ from thinwire.app.records.history import Floats
 from thinwire.app.records.replica_record import ReplicaRecord
 from thinwire.app.records.run_record import RunRecord
 from thinwire.app.records.units import text_of_loss, text_of_seconds
-from thinwire.app.report.charts import LINES, POINTS, Chart, chart, curve, every_point, share_axis
+from thinwire.app.report.charts import LINES, POINTS, Chart, Json, chart, curve, every_point, share_axis
 
 QUANTITIES = {
     "step-times": "Seconds of an inner step",
@@ -58,9 +58,9 @@ def _chart(what: str, of_each: Samples, more: Sequence[str]) -> Chart:
     low, high = min(values.min() for _, values in of_each), max(values.max() for _, values in of_each)
     timed = what != "losses"
     logarithmic = bool(timed and low > 0 and high > WIDE * low)
-    x = {"title": {"text": QUANTITIES[what]}, "ticksuffix": " s" if timed else ""}
+    x: Json = {"title": {"text": QUANTITIES[what]}, "ticksuffix": " s" if timed else ""}
     x |= {"type": "log", "dtick": 1 if high > 1e3 * low else "D2"} if logarithmic else {}
-    data = []
+    data: list[Json] = []
     for index, (name, values) in enumerate(of_each):
         some = every_point(len(values), POINTS)
         line = curve(np.sort(values)[some], (some + 1) / len(values), escape(name), index, "%{y:.1%} up to %{x}")

@@ -195,10 +195,10 @@ class Prometheus(Sink):
         host, _, port = given.rpartition(":")
         if not (port or "0").isdigit():
             raise ConfigurationError(f"log=prometheus={given}: PORT or HOST:PORT is needed, such as prometheus=9100.")
-        self._families = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
+        self._families: dict[str, Any] = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
         self._run, self._now = folder.resolve().name, dict[str, dict[str, float]]()
         registry, host = CollectorRegistry(), host or PROMETHEUS_HOST
-        registry.register(self)  # type: ignore[arg-type]
+        registry.register(self)
         self._server, self._thread = start_http_server(int(port or PROMETHEUS_PORT), host, registry)
         self.where = f"http://{host}:{self._server.server_port}/metrics"
 
