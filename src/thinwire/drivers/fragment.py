@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Deciding, Policy
 from thinwire.strategy import Strategy
 from thinwire.types import State
-
-if TYPE_CHECKING:
-    from thinwire.drivers.flight import Flight
 
 DROPPED = -1
 
@@ -54,7 +51,7 @@ class FragmentState:
     rounds: int = 0
     since: int = 0  # the inner step of the last departure; DROPPED if that delta was dropped
     counted: float = 0.0  # tokens trained before the last counted delta departed, if they are counted
-    flight: Flight | None = None
+    flight: Any | None = None  # the `Flight` of its present round (drivers/flight.py)
     own: Tensor | None = None  # if a round takes a whole period: the own delta in flight
     disk: Any | None = None  # DiskTensors, which hold anchor, outer state and feedback; None: they are in memory
     deviation: Tensor | None = None  # eager updates only: the difference between this replica and the anchor
