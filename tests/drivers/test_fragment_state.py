@@ -156,7 +156,7 @@ def test_an_eager_update_moves_the_parameters_by_the_own_share(outer: Outer, kep
     anchor = held.anchor.clone()
     for value, moved in ((8.0, -1.0), (16.0, -2.0), (4.0, -0.5)):
         delta = buffers.like(anchor).copy_(floats(value))
-        held.begin_next(delta, strategy, 0.25, buffers)
+        strategy.merge.before_send(held, delta, strategy.outer, 0.25, buffers)
         assert held.own is delta and flat(held) == (anchor + moved).tolist()
         assert held.deviation is not None and held.deviation.tolist() == [moved] * NUMEL
         assert lent(buffers) == kept
@@ -168,7 +168,7 @@ def test_a_late_round_starts_the_parameters_at_the_anchor():
     for value in (8.0, 16.0):
         held.load_into_parameters(held.anchor + 1)
         delta = buffers.like(held.anchor).copy_(floats(value))
-        held.begin_next(delta, strategy, 0.25, buffers)
+        strategy.merge.before_send(held, delta, strategy.outer, 0.25, buffers)
         assert held.own is delta and flat(held) == VALUES and lent(buffers) == 1
     flight = Flight(held.begin_round(strategy, delta, 8), buffers)
     flight.settle(0, floats(2.0), delta)

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire import kernels
 from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.drivers.base import Training
 from thinwire.drivers.flight import Flight
 from thinwire.drivers.flights import FixedGroupDriver, Flights
-from thinwire.drivers.fragment import DROPPED, FragmentState, held_by, stays_on_device
+from thinwire.drivers.fragment import DROPPED, FragmentState, stays_on_device
 from thinwire.drivers.handshake import agree_on_resume, digest
 from thinwire.drivers.module_state import clear
 from thinwire.drivers.rounds import WEIGHTS, or_flags
@@ -26,8 +25,6 @@ from thinwire.drivers.token_weights import check_saved, check_unchanged, tokens_
 from thinwire.exchange import Buffers
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
-
-_PIECE = 1 << 22  # values that a landing moves at a time: few calls and copies, and little memory
 
 
 class DeltaDriver(FixedGroupDriver):
@@ -122,13 +119,14 @@ class DeltaDriver(FixedGroupDriver):
             self._window.departs(fragment.index)
         delta = fragment.delta(buffers.like(fragment.anchor))
         # after a dropped delta the number of its steps is unknown
-        if strategy.guard and strategy.guards and fragment.since != DROPPED and not self._alone:
+        if strategy.guard and strategy.guards and not fragment.dropped and not self._alone:
             periods = (training.step - fragment.since) / strategy.schedule.every
             if clipped := fragment.guarded(strategy.guard, delta, periods):
                 training.report_clipped(fragment, *clipped)
         given = fragment.snapshot(buffers.like(fragment.anchor)) if self._alone else None
-        if strategy.merge.whole_period:
-            self._begin_next_period(fragment, delta)
+        if fragment.flight:  # it takes a whole period, and lands just before the next one departs
+            self._land(fragment, fragment.flight)
+        strategy.merge.before_send(fragment, delta, strategy.outer, 1 / self._group.size, buffers)
         if strategy.privacy:
             strategy.privacy.apply(delta, self._group.size)
         codec = fragment.due(strategy.policy.last if self._ended else strategy.policy, fragment.rounds)
@@ -147,18 +145,12 @@ class DeltaDriver(FixedGroupDriver):
         self._flights.land(flight)
         left_out = self._group.rank in flight.refused_by
         if flight.good:
-            kept = merge.keeps_flight and flight.round.departed < training.step and not left_out
-            if kept and flight.anchor is not None:
-                _move(fragment, flight.anchor, flight.round.delta)
             if left_out:  # before the merge, which would hide values that are not finite
                 self._start_again(flight)
+            flown = flight.round.departed < training.step and not left_out
+            merge.on_land(fragment, flight.anchor, flight.round.delta if flown else None, flight.feedback)
             flight.commit()
-            if kept and merge.keeps_unsent:
-                for part, residual in fragment.slices(fragment.feedback["residual"]):
-                    merge.leave(part, residual)
             fragment.counted = max(flight.round.tokens, fragment.counted)
-            if not kept and not merge.whole_period:
-                fragment.mix_anchor(merge)
             fragment.since = training.step if merge.forgets else fragment.since
         else:
             flight.discard()
@@ -181,34 +173,6 @@ class DeltaDriver(FixedGroupDriver):
         assert fragment.flight is not None
         self._land(fragment, fragment.flight)
         fragment.release()
-
-    def _begin_next_period(self, fragment: FragmentState, delta: Tensor) -> None:
-        """If a round takes a whole period: land the previous one, and let the parameters begin the next (see `Eager`, `Reset`)."""
-        if fragment.flight:
-            self._land(fragment, fragment.flight)
-        if fragment.rounds:
-            if fragment.own is None:  # this replica started again from the anchors
-                delta.zero_()
-            elif fragment.since == DROPPED and bool(torch.isfinite(fragment.own).all()):  # it departs again
-                delta.add_(fragment.own)
-        fragment.begin_next(delta, self.training.strategy, 1 / self._group.size, self._flights.buffers)
-
-
-def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
-    """θ ← θ + (anchor − (base − delta)): `FragmentState.carry_over` to the next `anchor` before it is committed, with the same bits. It needs
-    no buffers of the fragment's size.
-    """
-    for part, base, change, ahead in fragment.aligned(fragment.anchor, delta, anchor):
-        if not part.is_contiguous() or part.dtype == torch.float64:
-            part.copy_(part.to(base) + (held_by(part, ahead) - (held_by(part, base) - change)))
-            continue
-        flat = (part.view(-1), base.reshape(-1), change.reshape(-1), ahead.reshape(-1))
-        pieces = zip(*(torch.split(tensor, _PIECE) for tensor in flat)) if part.numel() > _PIECE else [flat]
-        for own, before, by, after in pieces:
-            if own.device == before.device and own.dtype == torch.float32:
-                kernels.of(own, before, by, after).carry(own, before, by, after)
-            else:
-                own.add_((held_by(own, after) - (held_by(own, before) - by)).to(own.device))
 
 
 def start_again(training: Training, site: Group | None = None, buffers: Buffers | None = None) -> bool:

@@ -15,15 +15,14 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, in_full
 from thinwire.codecs.base import whole_anywhere
-from thinwire.exchange import Buffers, Direct
+from thinwire.exchange import Direct
 from thinwire.exchange.buffers import CPU
 from thinwire.pieces.aggregate import Mean
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.filters import Filter
 from thinwire.pieces.guard import Guard, Judged, norm_of
-from thinwire.pieces.merge import Merge
 from thinwire.pieces.outer import Outer
-from thinwire.pieces.partition import Fragment, local
+from thinwire.pieces.partition import Fragment, held_by, local
 from thinwire.pieces.policy import Deciding, Policy
 from thinwire.strategy import Strategy
 from thinwire.types import State
@@ -57,6 +56,11 @@ class FragmentState:
     deviation: Tensor | None = None  # eager updates only: the difference between this replica and the anchor
     deviation_state: State = field(default_factory=dict)
     touched: Callable[[], None] = field(default=lambda: None, repr=False)  # called before parameters are used
+
+    @property
+    def dropped(self) -> bool:
+        """Whether its last delta was dropped."""
+        return self.since == DROPPED
 
     @property
     def base(self) -> Tensor:
@@ -146,11 +150,6 @@ class FragmentState:
         for part, values in self.slices(flat):
             part.copy_(values)
 
-    def mix_anchor(self, merge: Merge) -> None:
-        """Merge the anchor into the replica's own parameters."""
-        for part, values in self.slices(self.anchor):
-            merge.into(part, values.to(part.device))
-
     def carry_over(self, departed: Tensor, alpha: float = 0.0, kept: float = 1.0) -> None:
         """θ ← anchor + alpha·(departed − anchor) + kept·(θ − departed); `departed` are the parameters at the departure of a round."""
         rest = torch.lerp(self.held(self.anchor), departed, alpha) - kept * departed
@@ -171,36 +170,6 @@ class FragmentState:
         """Release the memory of what is on disk, unless it is in flight."""
         if self.disk and not self.flight:
             self.disk.release()
-
-    def begin_next(self, delta: Tensor, strategy: Strategy, share: float, buffers: Buffers) -> None:
-        """If a round takes a whole period: set the parameters at which the next inner steps start, before `delta` departs."""
-        if strategy.merge.eager:
-            self._apply_own_share(delta, strategy.outer, share, buffers)
-        else:
-            buffers.give(self.own)
-            self.own = delta
-        self.load_into_parameters(self.base)
-
-    def _apply_own_share(self, delta: Tensor, outer: Outer, share: float, buffers: Buffers) -> None:
-        """Eager updates: apply the change of `delta` since the last one at once, as this replica's share of the mean."""
-        if self.deviation is None or self.own is None:
-            self.deviation = torch.zeros_like(self.anchor)
-            self.deviation_state, self.own = outer.init(self.deviation), torch.zeros_like(self.anchor)
-        fresh = torch.sub(delta, self.own, out=self.own).mul_(share)
-        present, state = self.deviation, self.deviation_state
-        if outer.elementwise:
-            moved = buffers.like(present)
-            after: State = {name: buffers.like(kept) for name, kept in state.items()}
-            outer.step_into(present, fresh, state, moved, after)
-        else:
-            moved, after = outer.step(present, fresh, state)
-        buffers.swap([fresh, present, *state.values()], [moved, *after.values()])
-        self.deviation, self.deviation_state, self.own = moved, after, delta
-
-
-def held_by(part: Tensor, values: Tensor) -> Tensor:
-    """`values` as `part` holds them: what bf16 rounds off is no training, so it is in no delta, and stays in the anchor."""
-    return values.to(part.dtype).to(values.dtype) if part.dtype.itemsize < values.dtype.itemsize else values
 
 
 @dataclass(frozen=True, eq=False)
