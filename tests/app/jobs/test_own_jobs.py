@@ -37,7 +37,7 @@ def test_a_job_trains_is_reported_and_resumes_bit_for_bit(here: Path, capsys: py
     """The checkpoint of step 5 has a round in the air, which departed at 4 and lands at 6."""
     assert train("whole", "--steps", "12") == 0
     record = RunRecord.load("whole")
-    assert record.status == "finished" and record.unit == "batches" and record.summary.tokens == 2 * 12
+    assert record.status == "finished" and record.start.unit == "batches" and record.summary.tokens == 2 * 12
     assert record.summary.parameters == 4 * 16 + 16 + 16 * 2 + 2
     first, *_, last = record.evaluations.loss
     assert last < first
@@ -75,7 +75,7 @@ def test_a_job_without_a_state_reads_its_batches_again_on_resume(
     command += ["--replicas", "1", "--batch", "3", "--steps", "12", "--strategy", "diloco", "--every", "4"]
     assert main([*command, "--out", "whole"]) == 0
     record = RunRecord.load("whole")
-    assert record.unit == "samples" and record.summary.tokens == 36
+    assert record.start.unit == "samples" and record.summary.tokens == 36
     events = [json.loads(line) for line in Path("whole/events/replica-0.jsonl").read_text().splitlines()]
     # the rate of the job's own optimizer
     assert {event["lr"] for event in events if event["event"] == "step"} == {0.05}

@@ -113,7 +113,7 @@ def test_a_job_is_counted_in_its_own_unit(capsys, tmp_path, collate, unit, each)
     assert main([*asked, "--step-seconds", "0.1", "--delay", "1", "--out", str(out), "--json"]) == 0
     told = capsys.readouterr()
     assert json.loads(told.out.splitlines()[-1])["tokens"] == 12 * 2 * each and f" {unit}/s, " in told.err
-    assert RunRecord.load(out).unit == unit
+    assert RunRecord.load(out).start.unit == unit
 
 
 def test_the_event_log_agrees_with_the_summary(tmp_path):
