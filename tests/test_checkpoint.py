@@ -370,7 +370,14 @@ FILES = ("manifest.json", "model.safetensors", "inner.safetensors", "outer.safet
 def written(folder, step, keep=3):
     """Writes a checkpoint of a few tensors, which no replica needs to have made."""
     contents = [Packed({"x": {"!tensor": "x"}}, {"x": torch.arange(3.0) + index}) for index in range(3)]
-    manifest = {"format": checkpoint.FORMAT, "step": step, "strategy": "", "facts": {}, "frozen": True, "notes": {"a": 1}}
+    manifest = {
+        "format": checkpoint.FORMAT,
+        "step": step,
+        "strategy": "",
+        "facts": {},
+        "frozen": True,
+        "notes": {"a": 1},
+    }
     return checkpoint.write(folder, manifest, contents, keep)
 
 

@@ -334,7 +334,7 @@ def test_a_state_that_a_tolerated_round_without_this_replica_made_infinite_is_th
     strategy = tw.Strategy(codec=tw.codecs.Sign(), feedback=Feedback())
     strategy.__dict__["filters"] = (Doubled(),)
     held = held_by(strategy)
-    update = RoundUpdate(held, floats(1.0), None, None, Buffers())
+    update = Flight(held.begin_round(strategy, floats(1.0), 1), Buffers())
     held.feedback, update.feedback = {"residual": floats(3.0, 4.0)}, {"residual": floats(math.nan, 5.0)}
     held.filtered, update.filtered = ({"last": floats(1.0, 2.0)},), ({"last": floats(7.0, -math.inf)},)
     update.keep_own_state()
