@@ -171,10 +171,10 @@ def _figures(finding: Finding, going: bool) -> str:
 
 def _diagnosed(logs: Sequence[_Log]) -> Diagnosis:
     names = tuple(sorted({log.rounds.name for log in logs}, key=lambda name: (len(name), name)))
-    records, order = [log.rounds.records for log in logs], dict[Key, None]()
-    for its in sorted(records, key=len, reverse=True):
+    of_each, order = [log.rounds.records for log in logs], dict[Key, None]()
+    for its in sorted(of_each, key=len, reverse=True):
         order |= dict.fromkeys(its)
-    together = [[its[key] for its in records if key in its] for key in order]
+    together = [[its[key] for its in of_each if key in its] for key in order]
     whole_ones = [number for number, records in enumerate(together) if {r.name for r in records} >= records[0].group]
     if whole_ones:  # else somebody's log is not here at all; what comes after the last one is still being written
         together = together[: whole_ones[-1] + 1]

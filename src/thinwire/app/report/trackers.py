@@ -33,7 +33,7 @@ class Sink(Protocol):
     """
 
     where: str  # where people find it
-    live = False  # of use only during a run
+    live: bool = False  # of use only during a run
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], given: str) -> None: ...
 

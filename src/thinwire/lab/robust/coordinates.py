@@ -40,8 +40,8 @@ class RobustRule(Aggregate):
 
     def combine(self, rows: Tensor) -> Tensor:
         """One estimate from `rows` [K, n], for each coordinate; values are added in sorted order. By default the only row that `mixing` made."""
-        (row,) = rows
-        return row
+        assert len(rows) == 1, f"{self} combines no rows"
+        return rows[0]
 
     def given(self, products: Tensor, key: Key) -> Aggregate:
         size = len(products)
