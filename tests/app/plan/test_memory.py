@@ -16,7 +16,7 @@ import torch
 
 from thinwire import Group, data_parallel, diloco, run_threads, streaming_diloco, streaming_sign
 from thinwire.app.cli import main
-from thinwire.app.cli.capacity import memory_of
+from thinwire.app.cli.capacity import Needs
 from thinwire.app.plan.compute import skeleton
 from thinwire.app.plan.links import Links
 from thinwire.app.plan.machine import Machine
@@ -172,9 +172,7 @@ def test_a_codec_that_needs_shapes_has_packets_of_its_tensors_and_decodes_into_a
 
     def of(codec: str) -> list[float]:
         run = Run.of(model="mini", strategy="diloco", codec=codec, sequence=64)
-        strategy, model = run.make_strategy(), skeleton(run)
-        fragments = strategy.partition.fragments(model)
-        before = memory_of(run, model, strategy, [fragment.numel for fragment in fragments])
+        before = Needs.of(run, skeleton(run)).memory
         machine = Machine("box", memory_nbytes=10**12, flops_per_second=1e11)
         links = Links.uniform(Link.parse("1gbit,1ms"), 2)
         planned = settings(Task(base=run, links=links, machines=(machine,), tokens=1e8, methods=("diloco",)))
