@@ -39,7 +39,7 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Elastic
             "reader= with a fixed group: it follows what members agree on; give a Membership, or read a share by rank."
         )
     exchange = training.strategy.exchange
-    if not exchange.agrees:
+    if not exchange.traits.agrees:
         without: Driver = exchange.driver(training, fragments, group, site)
         return without
     if training.strategy.exchanges_gradients:
@@ -163,7 +163,7 @@ class Replica:
     @property
     def agreed(self) -> bool:
         """Whether the outer weights are the same on all replicas: always, except in gossip before `finish`."""
-        return self.strategy.exchange.agrees or self._finished
+        return self.strategy.exchange.traits.agrees or self._finished
 
     @property
     def seconds(self) -> float:

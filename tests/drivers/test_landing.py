@@ -49,7 +49,7 @@ def test_a_landing_moves_parameters_as_the_equation_says(dtype: torch.dtype, tur
                 held.anchor = ahead
                 held.carry_over(departed)
             else:
-                Keep().on_land(held, ahead, delta)
+                Keep().on_land(held.landing(ahead, delta))
         after.append([parameter.detach().double() for parameter in model.parameters()])  # exact, from every type
     assert all(same_bits(one, other) for one, other in zip(*after, strict=True))
 
@@ -74,7 +74,7 @@ def test_a_landing_makes_no_buffer_of_a_fragments_size(dtype: torch.dtype, most:
     _, held = fragment_of(dtype, turned=False)
     delta, ahead = torch.randn_like(held.anchor), torch.randn_like(held.anchor)
     with Largest() as largest, torch.no_grad():
-        Keep().on_land(held, ahead, delta)
+        Keep().on_land(held.landing(ahead, delta))
     assert largest.numel == most
 
 

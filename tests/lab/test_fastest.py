@@ -53,7 +53,8 @@ def test_a_choice_is_what_it_chooses():
         ]
     assert fastest.nbytes_products(4) == shards.nbytes_products(4) == 3 * (48 + 8 * 4 * 4)
     assert (
-        not fastest.needs_hub and tw.lab.fastest.Fastest("1mbit", (direct, tw.lab.star.exchange.Star("hub"))).needs_hub
+        not fastest.traits.needs_hub
+        and tw.lab.fastest.Fastest("1mbit", (direct, tw.lab.star.exchange.Star("hub"))).traits.needs_hub
     )
     with pytest.raises(tw.ConfigurationError, match=r"none of these accepts it; add Direct\(\)"):
         tw.lab.fastest.Fastest("1mbit", (tw.exchange.AllReduce(),)).check(codec, None)

@@ -147,8 +147,10 @@ class DeltaDriver(FixedGroupDriver):
         if flight.good:
             if left_out:  # before the merge, which would hide values that are not finite
                 self._start_again(flight)
+            assert flight.anchor is not None
             flown = flight.round.departed < training.step and not left_out
-            merge.on_land(fragment, flight.anchor, flight.round.delta if flown else None, flight.feedback)
+            counted = (flight.round.delta, flight.feedback.get("residual")) if flown else ()
+            merge.on_land(fragment.landing(flight.anchor, *counted))
             flight.commit()
             fragment.counted = max(flight.round.tokens, fragment.counted)
             fragment.since = training.step if merge.forgets else fragment.since

@@ -70,7 +70,7 @@ class Flights:
         self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
         self.pipeline.monitor.own_step = lambda: training.step
         self.buffers = self.pipeline.context.buffers
-        agreed = training.strategy.exchange.agrees and not training.strategy.exchanges_gradients
+        agreed = training.strategy.exchange.traits.agrees and not training.strategy.exchanges_gradients
         self.digests = AnchorDigests(training, group) if agreed and group.size > 1 else None
 
     def depart(self, flight: Flight, began: float, scheduled: bool = True) -> None:
@@ -81,7 +81,7 @@ class Flights:
         looks = state.number < _FIRST_ROUNDS or state.number % _ROUNDS_BETWEEN_LOOKS == 0
         looks &= self.group.size > 1
         flight.compares = looks and not self._alike_said and type(training.strategy.aggregate) is Mean
-        if looks and flight.fragment.index == 0 and training.strategy.exchange.agrees:
+        if looks and flight.fragment.index == 0 and training.strategy.exchange.traits.agrees:
             sample = training.frozen.sample()
             if sample:
                 told = self.pipeline.facts(flight, 1, sample, "frozen parameters")

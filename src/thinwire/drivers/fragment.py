@@ -21,6 +21,7 @@ from thinwire.pieces.aggregate import Mean
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.filters import Filter
 from thinwire.pieces.guard import Guard, Judged, norm_of
+from thinwire.pieces.merge import Landing
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Fragment, held_by, local
 from thinwire.pieces.policy import Deciding, Policy
@@ -149,6 +150,11 @@ class FragmentState:
         """Overwrite the replica's own parameters."""
         for part, values in self.slices(flat):
             part.copy_(values)
+
+    def landing(self, anchor: Tensor, delta: Tensor | None = None, residual: Tensor | None = None) -> list[Landing]:
+        """Its parameters, for `Merge.on_land`."""
+        flats = (flat for flat in (self.anchor, anchor, delta, residual) if flat is not None)
+        return [Landing(*values) for values in self.aligned(*flats)]
 
     def carry_over(self, departed: Tensor, alpha: float = 0.0, kept: float = 1.0) -> None:
         """θ ← anchor + alpha·(departed − anchor) + kept·(θ − departed); `departed` are the parameters at the departure of a round."""

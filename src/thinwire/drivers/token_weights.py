@@ -35,7 +35,7 @@ def cannot_weigh(strategy: Strategy) -> str:
     """The part of `strategy` that cannot weigh deltas in a fixed group; "" if all of it can."""
     refused = {
         "Gradients(), whose replicas step together": strategy.exchanges_gradients,
-        f"{strategy.exchange}, whose rule weighs neighbours": not strategy.exchange.agrees,
+        f"{strategy.exchange}, whose rule weighs neighbours": not strategy.exchange.traits.agrees,
         f"{strategy.merge}, which counts its own delta as one of M": strategy.merge.eager,
         f"{strategy.aggregate}, which is not a mean": not strategy.aggregate.linear,
         f"{strategy.codec}, which divides by the number of those who sent a value": strategy.codec.joint,

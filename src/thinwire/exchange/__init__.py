@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from thinwire.exchange.base import Arrival as Arrival
     from thinwire.exchange.base import Arriving as Arriving
     from thinwire.exchange.base import Exchange as Exchange
+    from thinwire.exchange.base import ExchangeTraits as ExchangeTraits
     from thinwire.exchange.base import Range as Range
     from thinwire.exchange.base import Ranges as Ranges
     from thinwire.exchange.buffers import Buffers as Buffers
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AllReduce": "all_reduce",
-    **dict.fromkeys(("Arrival", "Arriving", "Exchange", "Range", "Ranges"), "base"),
+    **dict.fromkeys(("Arrival", "Arriving", "Exchange", "ExchangeTraits", "Range", "Ranges"), "base"),
     "Buffers": "buffers",
     "Direct": "direct",
     "Hierarchy": "hierarchy",

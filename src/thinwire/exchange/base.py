@@ -21,9 +21,31 @@ if TYPE_CHECKING:
     from thinwire.comm.uplink import Link
 
 
+@dataclass(frozen=True)
+class ExchangeTraits:
+    """What an exchange can do, and what it needs.
+
+    Args:
+        gathers: all replicas' values of a range are in one place at once, as an `Aggregate` that is not linear needs.
+        agrees: the estimate has the same bits on all replicas; if not, each trains its own weights, which stay near each other (`Gossip`).
+        multiplies: it computes the inner products of all replicas' values of a whole fragment before it aggregates any range.
+        needs_hub: a hub of the carrier must average; its rank follows those of all replicas (`WithHub`).
+        sends_own: the codec encodes values of single replicas, and not sums of them.
+
+    >>> ExchangeTraits(gathers=True).agrees
+    True
+    """
+
+    gathers: bool = False
+    agrees: bool = True
+    multiplies: bool = False
+    needs_hub: bool = False
+    sends_own: bool = True
+
+
 @runtime_checkable
 class Exchange(Protocol):
-    """Turns all replicas' values of a fragment into one estimate of their mean, with the same bits on all if it `agrees`.
+    """Turns all replicas' values of a fragment into one estimate of their mean, with the same bits on all if its `traits` say that it `agrees`.
 
     It has two halves, so that several rounds share the link: `depart` starts receiving and sending; `arrive` waits, decodes
     and yields the estimate range by range. An exchange may keep a state for each fragment: `init` makes it, and
@@ -31,23 +53,13 @@ class Exchange(Protocol):
 
     Laws (tests/exchange/test_exchanges.py): the estimate depends on the sent bytes only;
     `nbytes_sent` equals the ledger's count for the purpose "packet"; `check` refuses a codec that does not fit.
-    A subclass writes the four abstract methods, and declares its other properties.
+    A subclass writes the four abstract methods, and declares its `traits` and its other properties.
     """
 
     @property
-    def gathers(self) -> bool:
-        """Whether all replicas' values of a range are in one place at once, as an `Aggregate` that is not linear needs."""
-        return False
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the estimate has the same bits on all replicas; if not, each trains its own weights, which stay near each other (`Gossip`)."""
-        return True
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether it computes the inner products of all replicas' values of a whole fragment before it aggregates any range."""
-        return False
+    def traits(self) -> ExchangeTraits:
+        """What it can do, and what it needs."""
+        return ExchangeTraits()
 
     def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
         """Number of elements of a fragment that replica `rank` of `size` aggregates."""
@@ -61,19 +73,9 @@ class Exchange(Protocol):
         return "does not declare that replicas may come and go (needs_fixed_group = '')"
 
     @property
-    def needs_hub(self) -> bool:
-        """Whether a hub of the carrier must average: its rank follows those of all replicas (`WithHub`)."""
-        return False
-
-    @property
     def feedback(self) -> Feedback | None:
         """The feedback of replicas that send a mean of others' values; None if they have none."""
         return None
-
-    @property
-    def sends_own(self) -> bool:
-        """Whether the codec encodes values of single replicas, and not sums of them."""
-        return True
 
     def nbytes_products(self, size: int) -> int:
         """Bytes that a replica of `size` sends for inner products in a round whose aggregate needs them, headers included; the ledger's
@@ -94,7 +96,7 @@ class Exchange(Protocol):
         return self
 
     def driver(self, training: Any, fragments: Sequence[Fragment], group: Group, site: Group | None) -> Any:
-        """The driver of a replica, if this exchange does not `agree`: such replicas hold no anchors."""
+        """The driver of a replica, if this exchange does not agree: such replicas hold no anchors."""
         raise ConfigurationError(
             f"{self} declares that replicas do not agree, and names no driver for them; write its `driver`, or choose an exchange that agrees, "
             "such as Direct()."

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.codecs.base import whole_anywhere
-from thinwire.exchange.base import Arrival, Exchange, Range, Ranges
+from thinwire.exchange.base import Arrival, Exchange, ExchangeTraits, Range, Ranges
 from thinwire.exchange.buffers import CPU
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
@@ -52,8 +52,7 @@ class Direct(Exchange):
     Direct()
     """
 
-    gathers: ClassVar[bool] = True
-    multiplies: ClassVar[bool] = True
+    traits: ClassVar[ExchangeTraits] = ExchangeTraits(gathers=True, multiplies=True)
     needs_fixed_group: ClassVar[str] = ""
 
     def depart(self, round_: Round, state: State) -> _Departure:

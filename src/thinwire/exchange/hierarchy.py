@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Arrival, Exchange, Range, Ranges
+from thinwire.exchange.base import Arrival, Exchange, ExchangeTraits, Range, Ranges
 from thinwire.exchange.chunks import CodedRange, Message, cut, packets_nbytes, shards
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.owner import Owner, check_owners
@@ -63,7 +63,7 @@ class Hierarchy(Exchange):
     feedback: Feedback | None = None
 
     needs_fixed_group: ClassVar[str] = "names the replicas of each site"
-    sends_own: ClassVar[bool] = False
+    traits: ClassVar[ExchangeTraits] = ExchangeTraits(sends_own=False)
 
     def __post_init__(self) -> None:
         check_owners(self, self.feedback)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.uplink import Link
-from thinwire.exchange.base import Arrival, Exchange, Range, Ranges
+from thinwire.exchange.base import Arrival, Exchange, ExchangeTraits, Range, Ranges
 from thinwire.exchange.chunks import CodedRange, Message, Signal, cut, packets_nbytes, shards
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.owner import Owner, check_means, check_owners
@@ -60,8 +60,7 @@ class TwoShot(Exchange):
     def __post_init__(self) -> None:
         check_owners(self, self.feedback)
 
-    gathers: ClassVar[bool] = True
-    multiplies: ClassVar[bool] = True
+    traits: ClassVar[ExchangeTraits] = ExchangeTraits(gathers=True, multiplies=True)
 
     def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
         begin, end = shards(codec, numel, size)[rank]

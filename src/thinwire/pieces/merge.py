@@ -7,9 +7,9 @@ lands, and the new one departs.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import held_by
 from thinwire.types import State
+
+
+class Landing(NamedTuple):
+    """A parameter of a fragment whose round lands: its own values, and slices of the anchor `before` and of the next one, in its shape. If steps
+    were taken in flight and are to count, the `delta` that departed and the next `residual` of feedback; otherwise None.
+    """
+
+    parameter: Tensor
+    before: Tensor
+    anchor: Tensor
+    delta: Tensor | None = None
+    residual: Tensor | None = None
 
 
 class Held(Protocol):
@@ -37,8 +49,6 @@ class Held(Protocol):
 
     @property
     def dropped(self) -> bool: ...
-
-    def aligned(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]: ...
 
     def load_into_parameters(self, flat: Tensor) -> None: ...
 
@@ -101,14 +111,10 @@ class Merge(Protocol):
         keeps. `share` is this replica's in the mean."""
         return
 
-    def on_land(
-        self, fragment: Held, anchor: Tensor, flown: Tensor | None = None, feedback: Mapping[str, Tensor] = {}
-    ) -> None:
-        """Called when the fragment takes `anchor`, the next one, with the next state of `feedback`: merges it into the parameters, by default
-        by `into`. `flown` is the delta that departed, if steps were taken since and are to count; otherwise None.
-        """
-        for part, values in fragment.aligned(anchor):
-            self.into(part, values.to(part.device))
+    def on_land(self, parts: Sequence[Landing]) -> None:
+        """Called when a round lands: merges the next anchor into the parameters, by default by `into`."""
+        for part in parts:
+            self.into(part.parameter, part.anchor.to(part.parameter.device))
 
 
 _PIECE = 1 << 22  # values that a landing moves at a time: few calls and copies, and little memory
@@ -177,13 +183,12 @@ class Keep(Merge):
     def into(self, parameter: Tensor, anchor: Tensor) -> None:
         parameter.copy_(anchor)
 
-    def on_land(
-        self, fragment: Held, anchor: Tensor, flown: Tensor | None = None, feedback: Mapping[str, Tensor] = {}
-    ) -> None:
-        if flown is None:
-            return super().on_land(fragment, anchor)
+    def on_land(self, parts: Sequence[Landing]) -> None:
         # θ ← θ + (anchor' − (anchor − Δ)) part by part, in pieces: it needs no buffers of the fragment's size
-        for part, base, change, ahead in fragment.aligned(fragment.anchor, flown, anchor):
+        for part, base, ahead, change, _ in parts:
+            if change is None:
+                self.into(part, ahead.to(part.device))
+                continue
             if not part.is_contiguous() or part.dtype == torch.float64:
                 part.copy_(part.to(base) + (held_by(part, ahead) - (held_by(part, base) - change)))
                 continue
@@ -237,13 +242,11 @@ class KeepUnsent(Keep):
                 "choose Feedback() and a delay of at least 1."
             )
 
-    def on_land(
-        self, fragment: Held, anchor: Tensor, flown: Tensor | None = None, feedback: Mapping[str, Tensor] = {}
-    ) -> None:
-        super().on_land(fragment, anchor, flown)
-        if flown is not None:
-            for part, residual in fragment.aligned(feedback["residual"]):
-                self.leave(part, residual)
+    def on_land(self, parts: Sequence[Landing]) -> None:
+        super().on_land(parts)
+        for part in parts:
+            if part.residual is not None:
+                self.leave(part.parameter, part.residual)
 
     @torch.no_grad()
     def leave(self, parameter: Tensor, residual: Tensor) -> None:
@@ -258,10 +261,11 @@ class WholePeriod(Merge, Protocol):
     whole_period: ClassVar[bool] = True
 
     def before_send(self, fragment: Held, delta: Tensor, outer: Outer, share: float, buffers: Room) -> None:
-        if fragment.rounds and fragment.own is None:  # this replica started again from the anchors
+        own = fragment.own
+        if fragment.rounds and own is None:  # this replica started again from the anchors
             delta.zero_()
-        elif fragment.rounds and fragment.dropped and bool(torch.isfinite(fragment.own).all()):  # it departs again
-            delta.add_(fragment.own)
+        elif fragment.rounds and own is not None and fragment.dropped and bool(torch.isfinite(own).all()):
+            delta.add_(own)  # it departs again
         self.begin_next(fragment, delta, outer, share, buffers)
         fragment.load_into_parameters(fragment.base)
 
@@ -269,9 +273,7 @@ class WholePeriod(Merge, Protocol):
     def begin_next(self, fragment: Held, delta: Tensor, outer: Outer, share: float, buffers: Room) -> None:
         """Set where the parameters begin the next period, and keep `delta` as the fragment's `own`."""
 
-    def on_land(
-        self, fragment: Held, anchor: Tensor, flown: Tensor | None = None, feedback: Mapping[str, Tensor] = {}
-    ) -> None:
+    def on_land(self, parts: Sequence[Landing]) -> None:
         return
 
 

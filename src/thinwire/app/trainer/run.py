@@ -236,8 +236,8 @@ class Run:
     @property
     def needs_hub(self) -> bool:
         """Whether the packets are averaged at the hub of its group."""
-        made = self.plan.composition
-        return not made.own_loop and made.exchange.needs_hub
+        made = self._composition()
+        return not made.own_loop and made.exchange.traits.needs_hub
 
     @property
     def _pieces(self) -> dict[str, str | None]:

@@ -359,7 +359,7 @@ class ElasticDriver(Driver):
             if flight and merge.keeps_flight:
                 fragment.carry_over(fragment.held(before) - counted.delta)
             elif flight == delay:
-                merge.on_land(fragment, anchor)
+                merge.on_land(fragment.landing(anchor))
             else:  # as `Mix(alpha)` for the planned part of the flight; later training is kept whole
                 kept = 1 - (1 - merge.alpha) * delay / flight
                 fragment.carry_over(fragment.held(before) - counted.delta, merge.alpha, kept)

@@ -252,7 +252,7 @@ class GossipDriver(FixedGroupDriver):
         if departed is not None:
             fragment.carry_over(departed)
         else:
-            merge.on_land(fragment, fragment.anchor)
+            merge.on_land(fragment.landing(fragment.anchor))
         self._flights.landed(flight)
 
     def _losses(self, fragment: FragmentState, theta: Tensor) -> list[float]:

@@ -16,7 +16,7 @@ from thinwire.codecs import Codec
 from thinwire.comm.group import Group
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError, NonFiniteError
-from thinwire.exchange.base import Arrival, Arriving, Exchange, Range, Ranges
+from thinwire.exchange.base import Arrival, Arriving, Exchange, ExchangeTraits, Range, Ranges
 from thinwire.exchange.chunks import Message, Signal, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.round import Round
@@ -112,7 +112,7 @@ class Gossip(Exchange):
     rule: GossipRule
     seed: int = field(default=0, init=False, repr=False, compare=False)  # the strategy's
 
-    agrees: ClassVar[bool] = False
+    traits: ClassVar[ExchangeTraits] = ExchangeTraits(agrees=False)
     needs_fixed_group: ClassVar[str] = "knows its neighbours by their ranks"
 
     def __post_init__(self) -> None:
