@@ -319,7 +319,7 @@ class Run:
             said.append(f"carrier {there['carrier']!r} there, {given['carrier']!r} given")
         elif self.placement.elastic and self.data.own_text != other.data.own_text:
             said.append(f"own_text {other.data.own_text} there, {self.data.own_text} given")
-        if self.plan.composition != other.plan.composition:
+        if self.plan.composition != other.changed(seed=self.seed).plan.composition:
             said.append(f"strategy {other.method.label} there, {self.method.label} given")
         return ", ".join(said)
 
