@@ -278,18 +278,6 @@ def test_a_process_takes_libraries_and_freed_memory_beside_its_tensors() -> None
     assert needed.process_nbytes(500) - 500 == pytest.approx(needed.peak() + comes_and_goes / 2, abs=1)
 
 
-def test_less_memory_than_the_libraries_need_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Machine("m", 16 * 10**9, 1e11, base_nbytes=540_000_000).save(Path("m.toml"))
-    asked = ["plan", "50mbit,30ms", "m.toml", "--model", "mini", "--methods", "diloco"]
-    assert main([*asked, "--memory", "530MB"]) == 2
-    assert "no setting of mini fits" in capsys.readouterr().err
-    assert main([*asked, "--memory", "2GB", "--json"]) == 0
-    assert all(540e6 < s["memory_nbytes"] < 2e9 for s in json.loads(capsys.readouterr().out)["settings"])
-
-
 TRAIN = """
 import resource, sys
 from thinwire.app.cli import main
