@@ -135,7 +135,7 @@ class Replica:
         last = optimizers_of_replica[-1]
         here = weakref.proxy(self)  # a hook of the optimizer must not keep this replica alive
         self._loop_warnings.check_after_first_step(last, lambda: _check_saves(here))
-        self._claim.take()
+        self._claim.take(self._driver.gather)
 
     @property
     def step(self) -> int:
