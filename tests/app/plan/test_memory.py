@@ -30,6 +30,7 @@ from thinwire.comm import Link, quantities
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import TwoShot
 from thinwire.exchange.chunks import PIECE_NUMEL
+from thinwire.lab.recipes import dgc, one_bit_adam, power_sgd
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import DelayedNesterov
 from thinwire.pieces.partition import Strided
@@ -323,3 +324,14 @@ def test_predicted_memory_is_close_to_the_peak_of_two_processes(
     rows = [row for row in json.loads(capsys.readouterr().out)["settings"] if row["replicas"] == 2]
     assert rows and {(row["batch"], row["accumulate"]) for row in rows} == {(run.data.batch, 1)}
     assert all(0.8 * peak <= row["memory_nbytes"] <= 1.25 * peak for row in rows)
+
+
+@pytest.mark.parametrize("strategy", [one_bit_adam(), dgc(), power_sgd()])
+def test_states_of_filters_and_feedback_count_all_their_values(strategy: Strategy) -> None:
+    kept = kept_nbytes(1000, strategy, [600, 400])
+    for name, pieces in (
+        ("filters", strategy.filters),
+        ("feedback", (strategy.feedback,) if strategy.feedback else ()),
+    ):
+        made = [value for piece in pieces for numel in (600, 400) for value in piece.init(numel).values()]
+        assert kept.get(name, 0) == sum(value.nbytes for value in made if value.numel() >= 400)
