@@ -17,9 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from thinwire.codecs import Codec, Identity
 from thinwire.codecs.base import Pacer
 from thinwire.comm.group import Group, gather
 from thinwire.drivers.flight import Flight
@@ -28,49 +26,15 @@ from thinwire.drivers.monitor import ROUND, Monitor, WatchedGroup, done_in
 from thinwire.drivers.token_weights import FactOfAll, TokenCount
 from thinwire.errors import DisagreementError, LinkError, PeerError
 from thinwire.exchange import Arrival, Arriving, Round, SendContext
-from thinwire.exchange.chunks import cut
 from thinwire.exchange.record import recorded
-from thinwire.exchange.send_queue import JobThread, Outgoing
-from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
-from thinwire.packet import PARTIAL, REFUSED, STOP, payload
-from thinwire.pieces.policy import Deciding
+from thinwire.exchange.send_queue import JobThread
+from thinwire.exchange.stage import MOST_STAGES, tag_of
+from thinwire.packet import PARTIAL, REFUSED, STOP
+from thinwire.pieces.policy import Deciding, Decision
 from thinwire.pieces.schedule import Adaptive
 from thinwire.rng import Key
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
-
-
-class PolicyMessage:
-    """A message of `count` numbers that the `policy` decides on replica 0, from what `round_` encodes, to all others.
-
-    Made on the sending thread, it leaves after the round's other messages, which do not wait for it.
-    """
-
-    def __init__(self, policy: Deciding, codec: Codec, round_: Round, count: int) -> None:
-        self.round = Round(
-            round_.context, Identity(), count, round_.key, self._decided, 0, round_.order, round_.step,
-            on_stream=round_.on_stream,
-        )  # fmt: skip
-        self._decide = partial(policy.decide, codec, round_.signal, round_.numel, round_.key)
-        self._stage = Stage(self.round, self.round.codec, MOST_STAGES - 1, purpose="policy")
-        (message,) = cut(self.round.codec, 0, count)
-        self._own: Outgoing | None = None
-        if round_.rank == 0:
-            self._own = self._stage.send(0, message, round_.peers, self.round.signal, round_.key)
-        else:
-            self._stage.expect({0: (message,)})
-
-    def _decided(self, begin: int, end: int) -> Tensor:
-        return self._decide()[begin:end]
-
-    def arrive(self) -> Tensor:
-        """The numbers. Raises `LinkError`, `PacketError`."""
-        self._stage.receive(0)
-        packet = self._stage.packet(0, 0) if self._own is None else self._own.wait()
-        told = torch.zeros(self.round.numel)
-        self.round.codec.decode_add(payload(packet), told, self.round.key)
-        self.round.close()
-        return told
 
 
 class RoundPipeline:
@@ -137,11 +101,10 @@ class RoundPipeline:
         )  # fmt: skip
         send = self.context.send_queue
         departed = send.put(order, partial(self.exchange.depart, round_, fragment.exchange))
-        message = None
-        if (policy := self._deciding) and (count := policy.tells(fragment.codec, state.number)):
-            message = send.put(order, partial(PolicyMessage, policy, fragment.codec, round_, count))
+        policy = self._deciding
+        decision = send.put(order, partial(policy.before_send, fragment.codec, round_)) if policy else None
         flight.arrival = self._inbound.submit(
-            self._arrive, flight, round_, departed, message, checks, own_seconds, scheduled
+            self._arrive, flight, round_, departed, decision, checks, own_seconds, scheduled
         )
 
     def facts(self, flight: Flight, index: int, own: bytes, purpose: str) -> FactOfAll:
@@ -173,7 +136,7 @@ class RoundPipeline:
 
     @torch.no_grad()
     def _arrive(
-        self, flight: Flight, round_: Round, departed: Future[Any], message: Future[PolicyMessage] | None,
+        self, flight: Flight, round_: Round, departed: Future[Any], decided: Future[Decision | None] | None,
         checks: Sequence[Callable[[], None]], own_seconds: float, scheduled: bool,
     ) -> None:  # fmt: skip
         """Receive the others' packets, take the outer step, and decide with the site whether the round is good."""
@@ -185,8 +148,8 @@ class RoundPipeline:
                 for begin, mean, own in arriving:
                     flight.settle(begin, mean, own)
                 round_.close()
-                if message and self._deciding is not None:
-                    flight.policy = self._deciding.told(flight.fragment.codec, message.result().arrive())
+                if decided and (decision := decided.result()):
+                    flight.policy = decision.on_arrival()
                 for check in checks:
                     check()
                 over = True
