@@ -227,8 +227,7 @@ class Replica:
         from thinwire.pieces import optimizer_attributes
 
         own = stateful.with_origin(self._driver.state(), self.strategy, self.group, self._site)
-        tensors, facts = optimizer_attributes.with_attributes(own, self.optimizer, self.model)
-        return dict(tensors), dict(facts)
+        return optimizer_attributes.with_attributes(own, self.optimizer, self.model)
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, all at the same step; the caller has restored model and inner optimizer. With a `Membership`: in `resume`. In a

@@ -143,7 +143,9 @@ def held_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str
     return found
 
 
-def with_attributes(state: State, optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
+def with_attributes(
+    state: tuple[dict[str, Tensor], dict[str, Any]], optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The `state` of a replica with `held_by`, for whoever saves it beside the state dicts of model and optimizer: what these have is referred to.
     Raises `CheckpointError`."""
     tensors, facts = state
