@@ -157,6 +157,7 @@ class Range(NamedTuple):
         own: what this replica's own packets hold there, NaN where it refused and the aggregate tolerates that. None unless the round
             `decodes_own`.
 
+    >>> import torch
     >>> Range(0, torch.zeros(2)).own is None
     True
     """
@@ -196,9 +197,11 @@ class Arriving:
     Args:
         ranges: of `Exchange.arrive`.
 
+    >>> import torch
     >>> from thinwire import run_threads
     >>> from thinwire.codecs import Identity
     >>> from thinwire.exchange import Direct, Round, SendContext
+    >>> from thinwire.rng import Key
     >>> def replica(group):
     ...     delta = torch.tensor([1.0, 3.0]) * group.rank
     ...     round_ = Round(SendContext(group), Identity(), 2, Key(sender=group.rank), lambda begin, end: delta[begin:end])
