@@ -66,7 +66,7 @@ def fields(kind: type) -> list[str]:
 
 
 def test_the_options_of_a_run_are_exactly_those_listed():
-    assert sorted(PART_OF) == sorted(RUN.split()) and fields(Run) == ["seed", *PARTS]
+    assert sorted(PART_OF) == sorted(RUN.split()) and fields(Run) == ["seed", *PARTS, "resolved"]
 
 
 def options_of(command: str) -> type:

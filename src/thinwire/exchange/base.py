@@ -152,10 +152,10 @@ class Range(NamedTuple):
     """A part of the estimate. Both tensors are valid until the next range.
 
     Args:
-        begin: the index of its first element.
-        mean: the estimate from there on, flat fp32.
-        own: what this replica's own packets hold there, NaN where it refused and the aggregate tolerates that. None unless the round
-            `decodes_own`.
+        begin: the number of elements before it.
+        mean: the estimate from there on, of shape (elements,) in fp32.
+        own: what this replica's own packets hold there, of the same shape: NaN where it refused and the aggregate tolerates that. None
+            unless the round `decodes_own`.
 
     >>> import torch
     >>> Range(0, torch.zeros(2)).own is None
