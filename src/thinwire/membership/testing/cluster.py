@@ -35,7 +35,7 @@ class SimulatedCluster:
 
     Args:
         heartbeat_timeout: seconds of virtual time without a heartbeat after which a replica counts as dead.
-        order: seeds the order of what happens at the same virtual time, so that a run can be repeated; None: as the threads come.
+        order: the seed of the order (any number) of what happens at the same virtual time, so that a run can be repeated; None: as threads come.
 
     >>> cluster = SimulatedCluster()
     >>> def replica(name):
