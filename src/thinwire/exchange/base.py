@@ -207,6 +207,7 @@ class Arriving:
     ...     round_ = Round(SendContext(group), Identity(), 2, Key(sender=group.rank), lambda begin, end: delta[begin:end])
     ...     arriving = Arriving(Direct().arrive(Direct().depart(round_, {})))
     ...     means = [part.mean.tolist() for part in arriving]
+    ...     round_.close()  # waits until all is sent
     ...     return means, arriving.arrival.flags
     >>> run_threads(2, replica)[0]
     ([[0.5, 1.5]], (0, 0))
