@@ -80,6 +80,7 @@ def test_encoding_sending_and_decoding_of_chunks_overlap(small):
         round_ = Round(air, Telling(), 400, Key(sender=group.rank), lambda begin, end: x[begin:end])
         for _ in tw.exchange.Direct().arrive(tw.exchange.Direct().depart(round_, {})):
             settled.set()
+        round_.close()
         air.close()
 
     tw.run_threads(2, replica)
