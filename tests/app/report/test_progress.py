@@ -285,37 +285,6 @@ def test_messages_of_an_earlier_session_are_not_repeated(tmp_path: Path, write_e
     assert lines[2].startswith("step 92/100") and "old" not in out.getvalue()
 
 
-def test_top_dates_events_from_the_opening_of_their_log(tmp_path: Path, write_events: Write, start: Start) -> None:
-    """The start is written some seconds after the log was opened, and `seconds` count from the opening."""
-    begun = start(0, 1) | {"seconds": 8.0, "wall_time": 1008.0}
-    saved = {"event": "checkpoint", "seconds": 9.0, "step": 2, "path": "p", "nbytes": 1, "seconds_spent": 0.1}
-    write_events(tmp_path / "events" / "replica-0.jsonl", [begun, *steps(1, 2), saved])
-    shown, out = console()
-    top = Top(tmp_path)
-    top.read(1010.0)
-    shown.print(top.picture(1010.0))
-    assert "step 2, 1.0 s ago" in out.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("run", "unit"), [({"unit": "batches"}, "batches"), ({}, "tokens"), ({"unit": "<b>"}, "tokens")]
-)
-def test_top_says_what_a_job_counts(
-    tmp_path: Path,
-    write_events: Write,
-    start: Start,
-    capsys: pytest.CaptureFixture[str],
-    run: dict[str, str],
-    unit: str,
-) -> None:
-    begun, log = start(0, 1), tmp_path / "events" / "replica-0.jsonl"
-    with EventLog(log):  # so it is alive
-        write_events(log, [begun | {"run": begun["run"] | run}, *steps(1, 4)])
-        assert main(["top", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert said.count("/s") == said.count(f" {unit}/s ") == 2
-
-
 def test_a_round_that_all_refused_counts_once(tmp_path: Path, write_events: Write, start: Start) -> None:
     """Every replica writes it."""
     shown, out = console()

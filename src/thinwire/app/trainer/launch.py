@@ -43,13 +43,6 @@ Tick = Callable[[], object]
 STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint (Ctrl-C again: at once)"
 _LAST_WORDS = 64 << 10  # most bytes at the end of a replica's output that are read
 _ORPHAN_SECONDS = 2.0  # seconds that a replica which has lost launcher and hub has for its last words
-_UNREADY = (
-    130,
-    143,
-    -signal.SIGINT,
-    -signal.SIGTERM,
-)  # exit codes of a replica that a signal ended before it had trained
-_GRACE = 20.0  # seconds after a replica's failure in which the others may end by themselves
 
 
 def torchrun_place() -> tuple[int, int] | None:
@@ -244,46 +237,6 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
     return outcome[0][0]
 
 
-def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
-    """Run one process for each replica on this machine, in the environment that torchrun would set. Their output goes to RUN/logs."""
-    replicas, port = run.placement.replicas, _free_port()
-    command = [sys.executable, "-m", "thinwire.app.trainer.launch", str(folder), *(["--resume"] if resume else [])]
-    own = [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(replicas)}
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        for rank in range(replicas)
-    ]
-    run_processes(run, folder, [(command, environment) for environment in own], tick, stop)
-
-
-def run_processes(
-    run: Run, folder: Path, replicas: Sequence[tuple[list[str], dict[str, str]]], tick: Tick, stop: Stop | None = None
-) -> None:
-    """Run one process for each replica: its command, and its variables in addition to this environment. Their output goes to RUN/logs."""
-    stop = stop or Stop()
-    goes_on = isinstance(run.make_method(), Composition)  # such a run continues without lost replicas
-    open_job(run.of_replica(0), folder)  # once, so that the text is tokenised before they start, and errors appear here
-    logs = folder / "logs"
-    logs.mkdir(exist_ok=True)
-    outputs, shared = [logs / f"replica-{rank}.txt" for rank in range(len(replicas))], sharing_cores(len(replicas))
-    started = [start(command, shared | own, output) for (command, own), output in zip(replicas, outputs)]
-    processes = [process for _, process in started]
-    try:
-        silent = _watch(processes, tick, stop, math.inf if goes_on else _GRACE)
-    except BaseException:
-        end(processes)
-        raise
-    if stop.is_set() and any(process.returncode in _UNREADY for process in processes):
-        raise KeyboardInterrupt(stop.number)  # a replica had not begun, or did not wait
-    if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
-        last = {rank: last_words(outputs[rank], started[rank][0]) or "it ended without a message" for rank in failed}
-        raise_for_job(last.values())
-        said = _post_mortem(last, [process.returncode for process in processes], run, folder)
-        if ended := [str(rank) for rank, process in enumerate(processes) if not process.returncode and goes_on]:
-            said = f"The run ended without lost replicas, on replica {', '.join(ended)}.\n{said}"
-        raise LinkError("\n".join([*(f"replica {r} did not end in {_GRACE:g} s and was killed" for r in silent), said]))
-
-
 def threads_each(replicas: int) -> int:
     """Threads of each of `replicas` processes on this machine: OMP_NUM_THREADS, or an equal share of the cores."""
     return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // replicas)
@@ -292,35 +245,6 @@ def threads_each(replicas: int) -> int:
 def sharing_cores(replicas: int) -> dict[str, str]:
     """The environment for `replicas` processes on this machine: without it each would use all cores, and spin while it waits."""
     return {"OMP_NUM_THREADS": str(threads_each(replicas)), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-
-
-def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick, stop: Stop, grace: float) -> list[int]:
-    """Wait for all, and return the ranks that did not end within `grace` seconds after another had failed.
-
-    The first Ctrl-C (or SIGTERM) is forwarded: the replicas agree on the step of the stop. The second ends them.
-    """
-    passed_on, first_failure = False, None
-    silent: list[int] = []
-    stop.heed()  # the replicas do
-    with stopping(stop):
-        while any(process.poll() is None for process in processes):
-            tick()
-            time.sleep(0.2)
-            # a signal to one replica stops all, and before it had trained the others would wait for it
-            if grace < math.inf and not stop.is_set() and any(process.returncode in _UNREADY for process in processes):
-                stop.set()
-            if stop.is_set() and not passed_on:
-                passed_on = True
-                print(f"\n{STOPPING}", file=sys.stderr)
-                for process in processes:
-                    process.send_signal(signal.SIGTERM)  # while it loads, an import may swallow a KeyboardInterrupt
-            if any(process.poll() for process in processes):
-                first_failure = first_failure or time.monotonic()
-                if time.monotonic() - first_failure > grace:
-                    silent = [rank for rank, process in enumerate(processes) if process.poll() is None]
-                    end(processes)
-    tick()
-    return silent
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:

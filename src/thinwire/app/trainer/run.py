@@ -236,7 +236,7 @@ class Run:
     @property
     def needs_hub(self) -> bool:
         """Whether the packets are averaged at the hub of its group."""
-        made = self._composition()
+        made = self.plan.composition
         return not made.own_loop and made.exchange.traits.needs_hub
 
     @property

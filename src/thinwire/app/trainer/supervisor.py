@@ -55,6 +55,12 @@ TRIES = 5  # deaths in a row after which a replica is given up
 SETTLED_SECONDS = 60.0  # seconds of life after which a death counts as the first in a row again
 LONGEST_PAUSE = 60.0  # most seconds before a replica is started again
 _GRACE = 20.0  # seconds after a replica's failure in which the others of a fixed group may end by themselves
+_UNREADY = (
+    130,
+    143,
+    -signal.SIGINT,
+    -signal.SIGTERM,
+)  # exit codes of a replica that a signal ended before it had trained
 STOPPING = "stopping: each replica ends its inner step and leaves a checkpoint (Ctrl-C again: at once)"
 
 Say = Callable[[str], object]
@@ -130,7 +136,7 @@ def _watch(group: _FixedGroup | _ElasticGroup, tick: Tick, stop: Stop) -> None:
                     replica.process.send_signal(
                         signal.SIGTERM
                     )  # while it loads, an import may swallow a KeyboardInterrupt
-            group.look(passed_on)
+            group.look(stop)
     tick()
 
 
@@ -180,9 +186,11 @@ class _FixedGroup:
     def going(self) -> bool:
         return any(replica.process.poll() is None for replica in self.replicas)
 
-    def look(self, stopped: bool) -> None:
+    def look(self, stop: Stop) -> None:
         """End the replicas that do not end within some seconds after another has failed."""
         processes = [replica.process for replica in self.replicas]
+        if not self._goes_on and any(process.returncode in _UNREADY for process in processes):
+            stop.set()  # a signal to one replica stops all: before it had trained the others would wait for it
         if not any(process.poll() for process in processes):
             return
         self._first_failure = min(self._first_failure, time.monotonic())
@@ -193,8 +201,7 @@ class _FixedGroup:
     def result(self, folder: Path, stop: Stop) -> None:
         """Raise the error of the replicas that failed."""
         codes, silent = [replica.process.returncode for replica in self.replicas], self._silent
-        unready = 130, 143, -signal.SIGINT, -signal.SIGTERM
-        if stop.is_set() and any(code in unready for code in codes):
+        if stop.is_set() and any(code in _UNREADY for code in codes):
             raise KeyboardInterrupt(stop.number)  # a replica had not begun, or did not wait
         failed = [rank for rank, code in enumerate(codes) if code and rank not in silent]
         if not failed:
@@ -273,12 +280,12 @@ class _ElasticGroup:
     def going(self) -> bool:
         return not self._too_few and any(replica.going for replica in self.replicas)
 
-    def look(self, stopped: bool) -> None:
+    def look(self, stop: Stop) -> None:
         """Start again those that died, and end what waits for nothing."""
         replicas = self.replicas
         for replica in replicas:
             replica.listen()
-            self._look_after(replica, any(other.finished for other in replicas), stopped)
+            self._look_after(replica, any(other.finished for other in replicas), stop.is_set())
         if self._seconds is not None:
             self._see_off(self._seconds)
         left = [replica for replica in replicas if not replica.given_up]

@@ -10,10 +10,10 @@ from thinwire.codecs import Codec
 from thinwire.drivers.elastic.eviction import EvictionVoter
 from thinwire.drivers.elastic.messages import Ready
 from thinwire.drivers.elastic.plan import RoundPlan
-from thinwire.drivers.fragment import FragmentState, RoundUpdate
-from thinwire.drivers.token_weights import weigh
+from thinwire.drivers.flight import Flight
+from thinwire.drivers.fragment import FragmentState, RoundState
 from thinwire.errors import LinkError, PacketError
-from thinwire.exchange import Buffers, Round, SendContext
+from thinwire.exchange import Arriving, Buffers, Round, SendContext
 from thinwire.exchange.record import Record
 from thinwire.membership.rendezvous import ALMOST, culprits, last_alone
 from thinwire.membership.view import View
@@ -25,7 +25,7 @@ from thinwire.strategy import Strategy
 def fly(
     strategy: Strategy, codec: Codec, held: FragmentState, view: View, plan: RoundPlan, ready: Ready, context: SendContext,
     voter: EvictionVoter, timeout: float,
-) -> tuple[RoundUpdate, dict[str, float], dict[int, str]]:  # fmt: skip
+) -> tuple[Flight, dict[str, float], dict[int, str]]:  # fmt: skip
     """Exchange the round's fragment; all members `held` the same anchor of it.
 
     Every delta is multiplied by weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted mean. The remainder
@@ -41,12 +41,16 @@ def fly(
     state = RoundState(held, delta, outer, strategy.feedback if own else None, plan.round, 0, 0, codec)
     moved = Flight(state, Buffers(), share)
     key = Key(strategy.seed, fragment, plan.round, group.rank)
-    round_ = Round(context, codec, anchor.numel(), key, signal)
+    round_ = Round(context, codec, anchor.numel(), key, moved.signal, decodes_own=moved.decodes_own)
     names, began = [member.name for member in view.members], view.clock()
     try:
         with voter.watches(round_, view):
             departure = strategy.exchange.depart(round_, {})
-            arrival = strategy.exchange.arrive(departure, settle)
+            arriving = Arriving(strategy.exchange.arrive(departure))
+            for begin, mean, values in arriving:
+                moved.settle(begin, mean, values)
+            round_.close()
+            arrival = arriving.arrival
     except LinkError as error:
         absent = missing(round_.record(names, 0.0, False), names)
         peers = culprits(error.peer, absent, group.size, view.clock() - began >= ALMOST * timeout)
