@@ -23,7 +23,7 @@ test: .venv/.dev         ## all tests that take seconds, by four workers
 test-slow: .venv/.dev    ## the other tests: minutes each
 	$(BIN)/python -m pytest -m slow
 
-mutants: .venv/.mutants      ## do tests notice an error? Many hours; some: make mutants MUTANTS="codecs/base --sample 20"
+mutants: .venv/.dev      ## do tests notice a wrong line? 200 random ones: an hour or two; some: make mutants MUTANTS="codecs --sample 20"
 	$(BIN)/python tests/support/mutants.py $(MUTANTS)
 
 check: .venv/.dev        ## format, lint, types; layers, README, docs, public names
@@ -59,11 +59,6 @@ bench: .venv/.demo       ## utilization on a thin link, beside DDP and torchft: 
 	@echo "installing Thinwire, what it needs, and the tools of its tests into .venv (torch is the large part) ..."
 	@$(PIP) -e '.[dev]'
 	@touch .venv/.demo $@
-
-.venv/.mutants: $(SET_UP) | .venv/bin/python
-	@echo "installing Thinwire and what the mutation run needs into .venv (torch is the large part) ..."
-	@$(PIP) -e '.[mutants]'
-	@touch .venv/.demo .venv/.dev $@
 
 .venv/.docs: $(SET_UP) | .venv/bin/python
 	@echo "installing Thinwire, what it needs, and what makes the site into .venv (torch is the large part) ..."

@@ -66,7 +66,7 @@ def one_run(strategy: str, batch: int, steps: int, seed: int, out: Path) -> Run:
         shutil.rmtree(out, ignore_errors=True)  # the rest of an interrupted run
         train(command, seed, out)
     record = RunRecord.load(out)
-    commit = str(record.replicas[0].start["machine"]["commit"])
+    commit = str(record.replicas[0].start.machine["commit"])
     return Run(list(record.summary.losses.values()), record.summary.wire_bytes_sent, commit)
 
 

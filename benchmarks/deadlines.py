@@ -30,7 +30,7 @@ from thinwire.app.trainer.setup import learning_rate, make_model
 from thinwire.app.trainer.tokenizer import open_corpus
 from thinwire.codecs import E3M0, Int, Sign
 from thinwire.comm.rates import RateTrace
-from thinwire.drivers.fragment import RoundUpdate
+from thinwire.drivers.flight import Flight
 from thinwire.lab.codecs.deadlines import Deadlines
 from thinwire.lab.codecs.levelled import Levelled
 from thinwire.lab.codecs.pacer import DeadlinePacer
@@ -83,8 +83,8 @@ def scaled(trace: RateTrace, payloads: list[list[int]]) -> tuple[float, list[lis
 def trained(levels: Levels, seed: int) -> float:
     """Returns the held-out loss of a run whose rounds have these levels."""
 
-    def set_level(self: DeadlinePacer, update: RoundUpdate, now: float, seconds: float) -> None:
-        update.codec = replace(LEVELS, level=levels.get((update.fragment.index, update.number), 0))
+    def set_level(self: DeadlinePacer, update: Flight, now: float, seconds: float) -> None:
+        update.codec = replace(LEVELS, level=levels.get((update.fragment.index, update.round.number), 0))
 
     run = RUN.changed(seed=seed)
     corpus = open_corpus(run.data, run.model.model)

@@ -53,7 +53,7 @@ def loss(rule: str, attack: str, steps: int) -> tuple[float, int]:
         job, cpu = TextJob(run, None), torch.device("cpu")
         job.begin(Share(run.seed, group.rank, group.size))
         model = job.make_model()
-        optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
+        optimizer = run.plan.inner.make(model, run.lr, run.optimizer.weight_decay)
 
         def observe(event: str, step: int, **fields: object) -> None:
             if event == "refused" and group.rank == 0:

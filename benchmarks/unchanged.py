@@ -195,7 +195,7 @@ def recipes() -> Finding:
         short = {"every": 4, "delay": 1, "freeze": 4, "fragments": 2}
         taken = {key: value for key, value in short.items() if key in inspect.signature(recipe).parameters}
         strategy = recipe(**taken)
-        replicas = 2 if strategy.exchange.agrees else 4
+        replicas = 2 if strategy.exchange.traits.agrees else 4
         found[name] = {"defaults": repr(recipe())} | attempted(partial(over_threads, strategy, replicas))
     return found
 

@@ -105,7 +105,7 @@ def curve(
         job = TextJob(run, None, group.rank)
         job.begin(Share(run.seed, group.rank, shares or group.size))
         model, told = job.make_model(), []
-        optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
+        optimizer = run.plan.inner.make(model, run.lr, run.optimizer.weight_decay)
         tokens = float(batches[group.rank]) if batches else None
         attached: Any = (
             method.attach(model, optimizer, group)

@@ -61,7 +61,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     job = TextJob(run, None)
     job.begin(Share(run.seed, rank, size))
     model = job.make_model()
-    optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
+    optimizer = run.plan.inner.make(model, run.lr, run.optimizer.weight_decay)
     with ExitStack() as stack:
         manager = attach(given, model, optimizer, stack)
         start = time.monotonic()

@@ -172,7 +172,7 @@ def recipes() -> str:
         made = make()
         of = 3
         if isinstance(made, Strategy):
-            of = 2 if not made.exchange.agrees else 1 if isinstance(made.signal, Gradients) else 0
+            of = 2 if not made.exchange.traits.agrees else 1 if isinstance(made.signal, Gradients) else 0
         list(parts.values())[of].append(name)
     at = homes()
     rows = [["", "what it does", "bits per parameter and step", "bytes kept"], ["---", "---", "---:", "---:"]]

@@ -18,7 +18,7 @@ from torch import Tensor
 import thinwire as tw
 from thinwire.codecs import check_finite
 from thinwire.comm import Link
-from thinwire.exchange import Arrival, Round, Settle
+from thinwire.exchange import Ranges, Round
 from thinwire.pieces.aggregate import Values
 from thinwire.rng import Key
 from thinwire.types import State
@@ -86,9 +86,9 @@ class DirectBelow(tw.exchange.Exchange):
         exchange = self.chosen(round_.codec, round_.numel)
         return exchange, exchange.depart(round_, state)
 
-    def arrive(self, departure: Any, settle: Settle) -> Arrival:
+    def arrive(self, departure: Any) -> Ranges:
         exchange, departed = departure
-        return exchange.arrive(departed, settle)
+        return exchange.arrive(departed)
 
     def nbytes_sent(self, codec: tw.codecs.Codec, numel: int, size: int, rank: int | None = None) -> int:
         return self.chosen(codec, numel).nbytes_sent(codec, numel, size, rank)

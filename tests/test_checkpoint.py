@@ -13,6 +13,7 @@ import thinwire as tw
 from thinwire import checkpoint
 from thinwire.checkpoint import write_tree
 from thinwire.pieces.inner_optimizers import SAM, SGD, Muon
+from thinwire.state_tree import Packed
 from thinwire.testing.strategies import load, resumed_run, save, whole_run
 from thinwire.testing.toy import adamw, batch, inner_step, same_bits, sgd, toy, weights
 
@@ -361,3 +362,71 @@ def test_replicas_that_resume_at_different_steps_are_refused():
         second.close()
 
     tw.run_threads(2, replica)
+
+
+FILES = ("manifest.json", "model.safetensors", "inner.safetensors", "outer.safetensors")
+
+
+def written(folder, step, keep=3):
+    """Writes a checkpoint of a few tensors, which no replica needs to have made."""
+    contents = [Packed({"x": {"!tensor": "x"}}, {"x": torch.arange(3.0) + index}) for index in range(3)]
+    manifest = {
+        "format": checkpoint.FORMAT,
+        "step": step,
+        "strategy": "",
+        "facts": {},
+        "frozen": True,
+        "notes": {"a": 1},
+    }
+    return checkpoint.write(folder, manifest, contents, keep)
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep", "left"),
+    [
+        ((10, 20, 30), 2, {20, 30}),
+        ((10, 20, 30), 3, {10, 20, 30}),
+        ((30, 10), 1, {10, 30}),  # a resume from an earlier step: what it writes stays, and what others may still need
+        ((10, 30, 20), 2, {10, 20, 30}),
+        ((10, 10), 2, {10}),
+        ((99_999_998, 99_999_999, 100_000_000), 2, {99_999_999, 100_000_000}),  # a digit more: first in the alphabet
+    ],
+)
+def test_the_last_checkpoints_up_to_the_one_just_written_stay(steps, keep, left, tmp_path):
+    (tmp_path / "step-notes").mkdir()
+    for step in steps:
+        assert checkpoint.read(written(tmp_path, step, keep)).step == step
+    assert {checkpoint.step_of(path) for path in checkpoint.found_in(tmp_path)} - {-1} == left
+    assert (tmp_path / "step-notes").is_dir()
+    found, skipped = checkpoint.newest(tmp_path)
+    assert found.step == max(left) and found.manifest["notes"] == {"a": 1}
+    assert [one["path"] for one in skipped] == []
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_checkpoint_with_one_bit_changed_in_any_file_is_damaged(file, tmp_path):
+    """Sizes alone are compared without `hashes`; one that is shorter or longer, or lacks the file, is refused then too."""
+    path = written(tmp_path, 7) / file
+    whole = path.read_bytes()
+    for at in {*range(0, len(whole), max(1, len(whole) // 16)), len(whole) - 1}:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(tw.CheckpointError):
+            checkpoint.read(path.parent)
+    for content in (whole[:-1], whole + b" " * (file != "manifest.json"), None) if file != "manifest.json" else (None,):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(tw.CheckpointError):
+            checkpoint.read(path.parent, hashes=False)
+    assert checkpoint.newest(tmp_path)[0] is None
+    path.write_bytes(whole)
+    assert checkpoint.read(path.parent).step == 7
+
+
+def test_one_of_another_step_or_format_is_refused(tmp_path):
+    path = written(tmp_path, 7)
+    path.rename(tmp_path / "step-00000008")
+    with pytest.raises(tw.CheckpointError, match="another step, 7"):
+        checkpoint.read(tmp_path / "step-00000008")
+    manifest = tmp_path / "step-00000008/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(tw.CheckpointError, match="has format 2, this version reads 1"):
+        checkpoint.read(tmp_path / "step-00000008")

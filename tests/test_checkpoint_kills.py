@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from killed_writes import Change, Saver, replica_of, train_and_save
 
 import thinwire as tw
@@ -80,3 +84,23 @@ def test_a_kill_at_every_write_leaves_a_whole_checkpoint(
 ) -> None:
     for number in range(len(undisturbed)):
         _survives(saver, tmp_path / str(number), number)
+
+
+@pytest.mark.slow
+def test_sharded_replicas_that_are_killed_resume_bit_for_bit(tmp_path: Path) -> None:
+    """Two replicas of two ranks under torchrun, with FSDP2: what modules and optimizers hold is trees, some of them with shards in them."""
+
+    def run(folder: str, *killed_at: str) -> int:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        program = Path(__file__).parent / "support/killed_sites.py"
+        command = [*torchrun, str(program), str(tmp_path / folder), str(tmp_path / folder), *killed_at]
+        return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+
+    for folder in ("through", "killed"):
+        (tmp_path / folder).mkdir()
+    assert run("through") == 0
+    assert run("killed", "8") != 0 and not [*tmp_path.glob("killed/*.pt")]
+    assert run("killed") == 0
+    for rank in range(4):
+        through, resumed = (torch.load(tmp_path / folder / f"{rank}.pt") for folder in ("through", "killed"))
+        torch.testing.assert_close(resumed, through, rtol=0.0, atol=0.0)

@@ -9,7 +9,6 @@ from torch import nn
 import thinwire as tw
 from thinwire import checkpoint
 from thinwire.membership.testing.cluster import SimulatedCluster
-from thinwire.state_tree import Packed
 
 
 class Pair(nn.Module):
@@ -51,11 +50,3 @@ def test_a_checkpoint_of_a_model_with_its_parameters_in_another_order_is_refused
 
     play(saving)
     play(resuming)
-
-
-def test_the_newest_checkpoints_stay_by_their_number_of_steps(tmp_path):
-    """A hundred million has a digit more, and its name comes first in the alphabet."""
-    (tmp_path / "step-notes").mkdir()
-    for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):
-        checkpoint.write(tmp_path, {"step": step}, [Packed({}, {})] * 3, keep=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-100000000", "step-100000001", "step-notes"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from resumed_optimizers import SAM, Killed, resumes, train
+from resumed_optimizers import SAM, ByHand, Files, Killed, resumes, train
 from torch import nn
 
 import thinwire as tw
@@ -128,9 +128,10 @@ HOLDING = {
 }
 
 
+@pytest.mark.parametrize("door", [Files(), ByHand()], ids=["checkpoint", "state()"])
 @pytest.mark.parametrize("name", HOLDING)
-def test_what_an_optimizer_holds_beside_its_state_dict_resumes_bit_for_bit(name, tmp_path):
-    resumes(HOLDING[name], tmp_path)
+def test_what_an_optimizer_holds_beside_its_state_dict_resumes_bit_for_bit(name, door, tmp_path):
+    resumes(HOLDING[name], tmp_path, door)
 
 
 def test_settings_are_those_of_the_script_that_resumes(tmp_path):

@@ -13,6 +13,7 @@ import torch
 
 import thinwire as tw
 from thinwire.catalogue.parsing import parse
+from thinwire.exchange import Arriving, Range
 from thinwire.testing import BrokenLawError, check
 
 EXAMPLE = Path(__file__).parents[1] / "examples/own_pieces.py"
@@ -175,8 +176,8 @@ class Around(tw.exchange.Exchange):
     def depart(self, round_, state):
         return tw.exchange.Direct().depart(round_, state)
 
-    def arrive(self, departure, settle):
-        return tw.exchange.Direct().arrive(departure, settle)
+    def arrive(self, departure):
+        return tw.exchange.Direct().arrive(departure)
 
     def nbytes_sent(self, codec, numel, size, rank=None):
         return tw.exchange.Direct().nbytes_sent(codec, numel, size, rank)
@@ -195,8 +196,11 @@ class Mispredicting(Around):
 class Selfish(Around):
     """Every replica uses only its own delta."""
 
-    def arrive(self, departure, settle):
-        return tw.exchange.Direct().arrive(departure, lambda begin, mean, sent: settle(begin, sent().clone(), sent))
+    def arrive(self, departure):
+        arriving = Arriving(tw.exchange.Direct().arrive(departure))
+        for begin, _, own in arriving:
+            yield Range(begin, own.clone(), own)
+        return arriving.arrival
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from thinwire.comm.group import Group, gather
+from thinwire.comm.group import Group, gather_beside_training
 from thinwire.errors import CheckpointError, PacketError
 from thinwire.files import contents, flush, open_regular, parsed, save_file
 from thinwire.pieces import optimizer_attributes, training_state
@@ -108,7 +108,9 @@ def save(
     Raises:
         CheckpointError: the checkpoint cannot be written; if the state is the cause, the message has the path of what cannot be saved.
     """
-    tensors, facts = replica.state()
+    (tensors, facts), _ = optimizer_attributes.without_attributes(
+        replica.state()
+    )  # they go beside the optimizer's state
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "thinwire": __version__,
@@ -312,7 +314,7 @@ def newest_common(
         site: the ranks of this replica, if it is sharded.
 
     Raises:
-        LinkError, PacketError: a replica was lost, or sent what is no list of steps.
+        LinkError, PacketError, DisagreementError: a replica was lost, sent what is no list of steps, or waits elsewhere.
     """
     skipped: list[dict[str, str]] = []
     found = {checkpoint.step: checkpoint for checkpoint in _whole(found_in(folder), skipped)}
@@ -323,7 +325,8 @@ def newest_common(
     )
     for who, peers in (("replica", group), ("shard", site)):
         if peers is not None:
-            told = [_steps(text) for text in gather(peers, json.dumps(common).encode(), _MOST_STEPS_NBYTES, "resume")]
+            texts = gather_beside_training(peers, json.dumps(common).encode(), _MOST_STEPS_NBYTES, "resume")
+            told = [_steps(text, f"{who} {rank}") for rank, text in enumerate(texts)]
             held += [{"path": f"{who} {rank}", "reason": _held(steps)} for rank, steps in enumerate(told)]
             shared = {step: {steps[step] for steps in told} for step in set.intersection(*map(set, told))}
             if who == "replica":  # shards have unlike anchors
@@ -345,13 +348,14 @@ def anchors_digest(manifest: Mapping[str, Any]) -> str:
     return str(manifest["facts"].get("anchors", ""))
 
 
-def _steps(text: bytes) -> dict[int, str]:
-    """The steps of which a rank says that it has whole checkpoints, and the digests of their anchors."""
+def _steps(text: bytes, sender: str) -> dict[int, str]:
+    """The steps of which the rank `sender` says that it has whole checkpoints, and the digests of their anchors."""
     try:
         return {int(step): str(digest) for step, digest in parsed(json.loads, text).items()}
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise PacketError(
-            f"{text[:40]!r} is no list of the steps of checkpoints ({error}); run the same version on every replica."
+            f"{sender} sent {text[:40]!r}, which is no list of the steps of checkpoints ({error}); call newest_common() on all replicas, at one "
+            "place in the script, and run the same version."
         ) from None
 
 

@@ -32,9 +32,11 @@ def points(group: str) -> tuple[EntryPoint, ...]:
     return tuple(sorted(entry_points(group=group), key=lambda point: (point.name, point.value)))
 
 
-def is_installed() -> bool:
-    """Whether the entry points of Thinwire itself are there. A checkout of before, or one that is only on the path, has none."""
-    return any(point.value.partition(":")[0].startswith("thinwire.") for point in points(PIECES))
+def absent(group: str) -> str:
+    """What to do if the entry points of Thinwire itself lack `group`, as in a checkout of before or one that is only on the path; "" if they have
+    it. It follows a message about a name that nobody knows."""
+    own = any(point.value.partition(":")[0].startswith("thinwire.") for point in points(group))
+    return "" if own else f" {REINSTALL}"
 
 
 @cache
@@ -68,7 +70,7 @@ def setting(name: str) -> Any:
     for point in points(SETTINGS):
         if point.name == name:
             return load(point)
-    raise ConfigurationError(f"{name}: no installed package has it. {'' if is_installed() else REINSTALL}".rstrip())
+    raise ConfigurationError(f"{name}: no installed package has it.{absent(SETTINGS)}")
 
 
 def load(point: EntryPoint) -> Any:

@@ -39,7 +39,7 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Elastic
             "reader= with a fixed group: it follows what members agree on; give a Membership, or read a share by rank."
         )
     exchange = training.strategy.exchange
-    if not exchange.agrees:
+    if not exchange.traits.agrees:
         without: Driver = exchange.driver(training, fragments, group, site)
         return without
     if training.strategy.exchanges_gradients:
@@ -135,7 +135,7 @@ class Replica:
         last = optimizers_of_replica[-1]
         here = weakref.proxy(self)  # a hook of the optimizer must not keep this replica alive
         self._loop_warnings.check_after_first_step(last, lambda: _check_saves(here))
-        self._claim.take()
+        self._claim.take(self._driver.gather)
 
     @property
     def step(self) -> int:
@@ -163,7 +163,7 @@ class Replica:
     @property
     def agreed(self) -> bool:
         """Whether the outer weights are the same on all replicas: always, except in gossip before `finish`."""
-        return self.strategy.exchange.agrees or self._finished
+        return self.strategy.exchange.traits.agrees or self._finished
 
     @property
     def seconds(self) -> float:
@@ -220,39 +220,37 @@ class Replica:
             return export_state(self.model)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a resume bit for bit needs besides model and inner optimizer: the replica's own tensors (copy them to go back), facts for JSON."""
+        """What a resume bit for bit needs besides the state dicts of model and inner optimizer: tensors (copy them to go back), facts for JSON. With
+        what the optimizer holds in its attributes, such as an optimizer inside it. Raises `CheckpointError`, with the path of what cannot be saved.
+        """
         from thinwire.drivers import stateful  # at the first save
+        from thinwire.pieces import optimizer_attributes
 
-        return stateful.with_origin(self._driver.state(), self.strategy, self.group, self._site)
+        own = stateful.with_origin(self._driver.state(), self.strategy, self.group, self._site)
+        return optimizer_attributes.with_attributes(own, self.optimizer, self.model)
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`. In a
+        """Resume from `state()`, all at the same step; the caller has restored model and inner optimizer. With a `Membership`: in `resume`. In a
         fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors).
-        """
-        from thinwire.drivers import stateful
-
-        self._driver.load_state(tensors, stateful.check_origin(facts, self._training, self.group, self._site))
-        self._training.frozen.begin()  # the model was loaded before
-
-    def state_dict(self) -> dict[str, Any]:
-        """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder. With what
-        the optimizer holds in its attributes, such as an optimizer inside it. Raises `CheckpointError`, with the path of what cannot be saved.
         """
         from thinwire.drivers import stateful
         from thinwire.pieces import optimizer_attributes
 
-        held = optimizer_attributes.pack_apart(self.optimizer, self.model)
-        return stateful.pack_state(stateful.owner(self.group, self._site), self.strategy, self.state(), held)
+        facts = stateful.check_origin(facts, self._training, self.group, self._site)
+        self._driver.load_state(*optimizer_attributes.restore_from((tensors, facts), self.optimizer, self.model))
+        self._training.frozen.begin()  # the model was loaded before
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""
+        from thinwire.drivers import stateful
+
+        return stateful.pack_state(stateful.owner(self.group, self._site), self.strategy, self.state())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """As `load_state`, from `state_dict()`; model and inner optimizer are loaded before it."""
         from thinwire.drivers import stateful
-        from thinwire.pieces import optimizer_attributes
 
-        state, held = stateful.unpack_state(stateful.owner(self.group, self._site), self.strategy, saved)
-        if held:
-            optimizer_attributes.restore_apart(self.optimizer, self.model, held)
-        self.load_state(*state)
+        self.load_state(*stateful.unpack_state(stateful.owner(self.group, self._site), self.strategy, saved))
 
     def finish(self, keep_seconds: float = 0.0) -> None:
         """Land the rounds in flight, exchange the training since then, leave the outer weights in the model, and close a `Membership`. If a member

@@ -143,13 +143,13 @@ class Strategy:
             self._check_codec(codec)
         self._check_momentum()
         self._check_aggregate()
-        if isinstance(self.policy, Deciding) and not self.exchange.sends_own:
+        if isinstance(self.policy, Deciding) and not self.exchange.traits.sends_own:
             raise ConfigurationError(
                 f"{self.policy} with {self.exchange}: the policy measures replica 0's own values, and this exchange sends sums; choose Direct()."
             )
         self._check_privacy()
         self.exchange.check_beside(self)
-        deltas = isinstance(self.signal, Deltas) and self.exchange.agrees
+        deltas = isinstance(self.signal, Deltas) and self.exchange.traits.agrees
         check_anchors(self.anchors, self.schedule, self.merge, deltas)
         check_state_dtype(self.state_dtype, deltas)
         self._check_period()
@@ -171,9 +171,9 @@ class Strategy:
         reason = ""
         if self.aggregate.linear:
             return
-        if not self.exchange.gathers:
+        if not self.exchange.traits.gathers:
             reason = f"{self.exchange} adds up parts on the way; choose Direct() or TwoShot()"
-        elif self.aggregate.needs_products and not self.exchange.multiplies:
+        elif self.aggregate.needs_products and not self.exchange.traits.multiplies:
             reason = f"{self.exchange} has no inner products of whole fragments, which it needs; choose Direct() or TwoShot()"
         elif self.codec.joint:
             reason = f"{self.codec} combines the packets of all replicas itself; choose the codec inside it"
@@ -261,7 +261,7 @@ class Strategy:
     @property
     def guards(self) -> bool:
         """Whether the guard looks at deltas: gradients and what gossip sends are none."""
-        return self.guard is not None and isinstance(self.signal, Deltas) and self.exchange.agrees
+        return self.guard is not None and isinstance(self.signal, Deltas) and self.exchange.traits.agrees
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

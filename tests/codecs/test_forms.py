@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, Codebook, Identity, Int, Sign, TopK
-from thinwire.codecs.cast import Dense
+from thinwire.codecs.cast import Dense, in_full
 from thinwire.codecs.layout import Symbols
-from thinwire.errors import ConfigurationError, NonFiniteError
+from thinwire.errors import ConfigurationError
 from thinwire.lab.codecs.over_senders import OverSenders
 from thinwire.lab.codecs.uniform import Levels
-from thinwire.rng import Key
 from thinwire.testing.values import encoded, roundtrip
 
 
@@ -79,18 +78,9 @@ def test_codecs_declare_what_they_can(codec, claims, declared):
     assert codec.needs_fixed_group.startswith("divides by those who sent a value") == codec.joint
 
 
-@pytest.mark.parametrize("codec", [Identity(), Dense(), Cast(), E3M0(), Sign(), Levels(), Codebook()], ids=str)
-def test_values_that_are_not_finite_are_refused(codec):
-    with pytest.raises(NonFiniteError, match="the delta has 1 of 9 values"):
-        encoded(codec, torch.tensor([1.0] * 8 + [torch.inf]))
-
-
-@pytest.mark.parametrize("codec", [Identity(), Cast(), E3M0()], ids=str)
-def test_values_are_added_once_unless_a_weight_is_given(codec):
-    payload = torch.frombuffer(bytearray(encoded(codec, torch.tensor([1.0, 2.0]))), dtype=torch.uint8)
-    out = torch.ones(2)
-    codec.decode_add(payload, out, Key())
-    assert out.tolist() == [2.0, 3.0]
+def test_in_full_keeps_the_grain_of_the_codec():
+    assert [in_full(E3M0(block)) for block in (2, 32)] == [Dense(2), Dense(32)]
+    assert in_full(TopK()) == in_full(Identity()) == Identity()
 
 
 @pytest.mark.parametrize(
@@ -110,29 +100,21 @@ def test_other_forms_of_int_have_other_bits_and_a_quarter_or_four_times_the_bloc
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("kind", "wrong"),
     [
-        (lambda: E3M0(3), "E3M0(block=3): a multiple of 2, at least 2, is needed; 128 is usual."),
-        (lambda: E3M0(0), "E3M0(block=0): a multiple of 2, at least 2, is needed; 128 is usual."),
-        (lambda: E4M3(0), "E4M3(block=0): a multiple of 1, at least 1, is needed; 128 is usual."),
-        (lambda: Int(2, 6), "Int(block=6): a multiple of 4, at least 4, is needed; 128 is usual."),
-        *(
-            (
-                lambda scale=scale, rounding=rounding: E2M1(2, scale, rounding),
-                f"E2M1(scale={scale!r}, rounding={rounding!r}): 'exponent', 'bf16' or 'fp32', and 'nearest' or "
-                "'stochastic', are needed.",
-            )
-            for scale, rounding in (("fp16", "nearest"), ("fp32", "up"), ("fp16", "up"))
-        ),
-        (lambda: Sign(block=-1), "Sign(block=-1): at least 1 is needed, or None for the whole tensor."),
-        (lambda: Levels(block=9), "Levels(block=9): a multiple of 8 is needed; 512 is usual."),
-        (lambda: Levels(9), "Levels(bits=9): 1 to 8 are needed; 4 is usual."),
+        *((E3M0, {"block": block}) for block in (3, 0, -2)),
+        (E4M3, {"block": 0}),
+        (Int, {"bits": 2, "block": 6}),
+        *((E2M1, {"scale": scale, "rounding": rounding}) for scale, rounding in (("fp16", "nearest"), ("fp32", "up"))),
+        *((Sign, {"block": block}) for block in (0, -1)),
+        *((Levels, wrong) for wrong in ({"block": 9}, {"block": 0}, {"bits": 9}, {"bits": 0})),
+        (Cast, {"dtype": "fp32"}),
     ],
 )
-def test_invalid_settings_are_refused(make, said):
-    with pytest.raises(ConfigurationError) as caught:
-        make()
-    assert str(caught.value) == said
+def test_invalid_settings_are_refused_with_what_was_given_and_what_is_needed(kind, wrong):
+    with pytest.raises(ConfigurationError, match=rf"^{kind.__name__}\(.*needed") as caught:
+        kind(**wrong)
+    assert any(f"{name}={value!r}" in str(caught.value) for name, value in wrong.items())
 
 
 def test_the_least_settings_are_accepted():

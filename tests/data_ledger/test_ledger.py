@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from thinwire.data_ledger import Claim, DataLedger, LeasedReader, ReadCount, in_order
 from thinwire.data_ledger.layout import decode, digest, encode
@@ -106,6 +106,70 @@ def test_samples_missing_from_a_claim_are_named_as_lost() -> None:
     assert not ledger.admits("a", 0, Claim(0, 0, ((6, 8),))), "counted twice"
 
 
+def test_an_absent_member_keeps_what_it_may_be_reading() -> None:
+    """A joiner gets a part of what remains beyond the lease that the absent one read along when it left."""
+    ledger = ledger_of("abc", samples=60, patience=0)
+    ledger, _ = ledger.commit(0, {}, at(ledger, a=0, b=0))  # c's samples pass to the others
+    ledger = dataclasses.replace(ledger, patience=3)
+    lease = ledger.lease("a")
+    assert lease and lease.tail_at == 30
+    after, _ = ledger.commit(0, {}, at(ledger, b=4) | {"d": ReadCount()})
+    assert after.admits("a", 0, claim(ledger, "a", 0, 30)) and not after.admits("a", 0, claim(ledger, "a", 0, 31))
+    assert after.will_split(["b", "d", "e"]) and not after.will_split(["a", "b", "d"])
+
+
+def reading(ledger: DataLedger, name: str = "a") -> LeasedReader:
+    reader = LeasedReader(7, 2, 2, ledger.samples)
+    reader.connect(name, ledger.fragments, lambda: None)
+    reader.adopt(ledger)
+    return reader
+
+
+def samples_of(ledger: DataLedger, name: str, begin: int, end: int) -> list[int]:
+    lease = ledger.lease(name)
+    assert lease
+    return ledger.read(lease, begin, end).tolist()
+
+
+def test_samples_drawn_ahead_of_a_split_are_drawn_anew() -> None:
+    """Those up to the fence stay this replica's, so a reader that has drawn no further goes on."""
+    ledger = ledger_of("ab", samples=100)
+    for ahead, anew in ((4, False), (20, True)):
+        reader = reading(ledger)
+        reader.draw(ahead)
+        reader.trained(4)
+        split, _ = ledger.commit(0, {}, at(ledger, a=4, b=0) | {"c": ReadCount()})
+        reader.adopt(split)
+        assert (reader.generation, reader.count) == (int(anew), 4)
+        assert reader.draw(40).tolist() == samples_of(split, "a", 4, 44)
+
+
+def test_a_reader_that_is_loaded_begins_behind_what_has_landed() -> None:
+    """Its delta was counted after its checkpoint. A loader must draw again in each case."""
+    ledger = ledger_of("ab", samples=100)
+    reader = reading(ledger)
+    reader.draw(4)
+    reader.trained()
+    state = reader.state()
+    after, _ = ledger.commit(0, {"a": claim(ledger, "a", 0, 8)}, at(ledger, a=8, b=0))
+    for known, count in ((None, 4), (after, 8)):
+        again = reading(ledger)
+        again.draw(6)
+        assert again.load(state, ledger, known) and (again.count, again.generation) == (count, 1)
+        assert again.draw(2).tolist() == samples_of(ledger, "a", count, count + 2)
+        assert again.holds == [((0, 4),)]
+    early = reading(ledger)  # it learns of the commit only after it has loaded
+    early.draw(4)
+    early.trained()
+    early.adopt(after)
+    assert (early.count, early.generation) == (8, 1)
+    assert early.draw(2).tolist() == samples_of(ledger, "a", 8, 10)
+    gone, _ = after.commit(0, {}, at(after, b=0))
+    gone, _ = gone.commit(0, {}, at(gone, b=0))
+    again = reading(ledger)
+    assert not again.load(state, ledger, gone) and again.generation == 1 and not again.in_flight
+
+
 @pytest.mark.parametrize("members", [3, 9])
 def test_a_group_may_have_more_members_than_samples(members: int) -> None:
     names = "abcdefghi"[:members]
@@ -147,20 +211,14 @@ def test_a_false_length_is_refused() -> None:
 # ---- members that come and go at random
 
 
-class Blind(LeasedReader):
-    """Counts its reads without looking up the samples."""
-
-    def draw(self, number: int) -> NDArray[np.int64]:
-        self._drawn += number
-        return np.empty(0, np.int64)
-
-
 @dataclass
 class Member:
     """A replica, reduced to its reads: `inside[f]` has the positions in its parameters, but not in the anchor, of fragment f."""
 
     reader: LeasedReader
     inside: list[Counter[int]]
+    generation: int = 0
+    drawn: list[int] = field(default_factory=list)  # samples that were drawn in this generation, and are not trained
     waits: dict[int, tuple[Claim, Counter[int]]] = field(default_factory=dict)
     frozen: int = 0
     saved: tuple[dict[str, Any], list[Counter[int]], DataLedger] | None = None
@@ -183,19 +241,28 @@ class RandomCommits:
         self.dead: dict[str, Member] = {}
 
     def member(self, name: str) -> Member:
-        reader = Blind(1, 3, self.step, self.samples)
+        reader = LeasedReader(1, 3, self.step, self.samples)
         reader.connect(name, self.fragments, lambda: None)
         reader.adopt(self.ledger)
         return Member(reader, [Counter() for _ in range(self.fragments)])
 
     def train(self, member: Member) -> None:
-        if member.reader.read_count.serial < 0:
+        """One inner step. A loader may have drawn ahead, and draws anew only when the generation changes."""
+        reader = member.reader
+        if reader.read_count.serial < 0:
             return
-        member.reader.draw(self.step)
-        member.reader.trained()
-        for begin, end in member.reader.fresh():
-            for inside in member.inside:
-                inside.update(range(begin, end))
+        if reader.generation != member.generation:
+            reader.restart()
+            member.generation, member.drawn = reader.generation, []
+        while len(member.drawn) < self.step or self.chance.random() < 0.2:
+            member.drawn += reader.draw(self.step).tolist()
+        reader.trained(self.step)
+        fresh = [position for begin, end in reader.fresh() for position in range(begin, end)]
+        trained, member.drawn = member.drawn[: self.step], member.drawn[self.step :]
+        due = self.ledger.order.samples_at(np.array(fresh)).tolist()
+        assert sorted(trained) == sorted(due), "trained on samples that it does not report"
+        for inside in member.inside:
+            inside.update(fresh)
 
     def bring(self, member: Member, fragment: int) -> None:
         if fragment not in member.waits and member.inside[fragment]:
@@ -236,6 +303,9 @@ class RandomCommits:
                 member.frozen = chance.randint(1, 8)
             if chance.random() < 0.3:
                 member.saved = member.reader.state(), copy.deepcopy(member.inside), self.ledger
+            lease = self.ledger.lease(member.reader.name)
+            if lease and member.reader.read_count.version == lease.version and not member.frozen:
+                assert member.reader.count >= lease.high, "reads again what has landed"
 
     def round(self) -> None:
         chance, fragment = self.chance, self.number % self.fragments

@@ -18,6 +18,7 @@ from thinwire.drivers.deltas import DeltaDriver
 from thinwire.drivers.elastic.driver import ElasticDriver
 from thinwire.drivers.fragment import first_state
 from thinwire.drivers.gradients import GradientDriver
+from thinwire.exchange import ExchangeTraits
 from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy, weights
 
@@ -37,11 +38,11 @@ def test_the_strategy_selects_the_driver_of_a_fixed_group(name):
 class Disagreeing(tw.exchange.Exchange):
     """A user's exchange that declares `agrees` False, as gossip does."""
 
-    agrees = False
+    traits = ExchangeTraits(agrees=False)
 
     def depart(self, round_, state): ...
 
-    def arrive(self, departure, settle): ...
+    def arrive(self, departure): ...
 
     def nbytes_sent(self, codec, numel, size, rank=None):
         return 0

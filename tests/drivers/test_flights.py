@@ -54,13 +54,15 @@ def test_a_landing_reports_waiting_and_work_apart() -> None:
         alike=False,
         fragment=SimpleNamespace(index=1),
         unlike=False,
-        **{"number": 3, "nbytes_sent": 8, "stop": False, "good": True},
+        round=SimpleNamespace(number=3),
+        **{"nbytes_sent": 8, "stop": False, "good": True},
         **{"begin": 6.0, "end": 12.0, "queued_seconds": 2.0, "transfer_seconds": 4.0},
     )
     flights = object.__new__(Flights)
     flights.digests = None
-    flights.training, flights.pipeline = training, SimpleNamespace(wait=lambda _: None, landed=lambda *_: None)  # type: ignore[assignment]
-    flights.land(update)()  # type: ignore[arg-type]
+    flights.training, flights.pipeline = training, SimpleNamespace(wait=lambda _: None)  # type: ignore[assignment]
+    flights.land(update)  # type: ignore[arg-type]
+    flights.landed(update)  # type: ignore[arg-type]
     begin_and_spent = {"begin": 10.0, "stall_seconds": 3.0, "seconds_spent": 7.0}
     assert heard[1:] == [("land", {"fragment": 1, "round": 3} | begin_and_spent)] and training.stall_seconds == 5.0
 

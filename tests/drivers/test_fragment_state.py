@@ -1,4 +1,4 @@
-"""A fragment's state and a round's update, without threads: exact values, and the buffers that each step keeps and returns."""
+"""A fragment's state and a round's flight, without threads: exact values, and the buffers that each step keeps and returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.codecs import Identity
-from thinwire.drivers.fragment import FragmentState, RoundUpdate, first_state
+from thinwire.drivers.flight import Flight
+from thinwire.drivers.fragment import FragmentState, first_state
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.filters import Filter
@@ -112,12 +113,12 @@ def test_rounds_are_numbered_and_land_after_their_delay():
     held, buffers = held_by(strategy), Buffers()
     other = Identity()
     for given, number, rounds in ((None, 0, 1), (None, 1, 2), (7, 7, 8), (3, 3, 8), (None, 8, 9)):
-        update = held.begin_round(strategy, floats(1.0), 40, buffers, number=given)
-        assert (update.number, update.departed, update.lands, held.rounds) == (number, 40, 42, rounds)
-        assert held.flight is update and update.codec is held.codec
-    assert held.begin_round(strategy, floats(1.0), 40, buffers, codec=other).codec is other
-    alone = RoundUpdate(held, floats(1.0), None, None, buffers)
-    assert (alone.codec, alone.trained, alone.share) == (held.codec, 0.0, 1.0)
+        state = held.begin_round(strategy, floats(1.0), 40, number=given)
+        flight = Flight(state, buffers)
+        assert (state.number, state.departed, state.lands, held.rounds) == (number, 40, 42, rounds)
+        assert held.flight is flight and flight.codec is state.codec is held.codec
+    assert held.begin_round(strategy, floats(1.0), 40, codec=other).codec is other
+    assert (state.outer, state.feedback, state.tokens, flight.share) == (None, None, 0.0, 1.0)
 
 
 def test_memory_of_what_is_on_disk_is_released_except_in_flight():
@@ -155,7 +156,7 @@ def test_an_eager_update_moves_the_parameters_by_the_own_share(outer: Outer, kep
     anchor = held.anchor.clone()
     for value, moved in ((8.0, -1.0), (16.0, -2.0), (4.0, -0.5)):
         delta = buffers.like(anchor).copy_(floats(value))
-        held.begin_next(delta, strategy, 0.25, buffers)
+        strategy.merge.before_send(held, delta, strategy.outer, 0.25, buffers)
         assert held.own is delta and flat(held) == (anchor + moved).tolist()
         assert held.deviation is not None and held.deviation.tolist() == [moved] * NUMEL
         assert lent(buffers) == kept
@@ -167,23 +168,23 @@ def test_a_late_round_starts_the_parameters_at_the_anchor():
     for value in (8.0, 16.0):
         held.load_into_parameters(held.anchor + 1)
         delta = buffers.like(held.anchor).copy_(floats(value))
-        held.begin_next(delta, strategy, 0.25, buffers)
+        strategy.merge.before_send(held, delta, strategy.outer, 0.25, buffers)
         assert held.own is delta and flat(held) == VALUES and lent(buffers) == 1
-    update = held.begin_round(strategy, delta, 8, buffers)
-    update.settle(0, floats(2.0), lambda: delta)
-    update.finish()
-    update.discard()
+    flight = Flight(held.begin_round(strategy, delta, 8), buffers)
+    flight.settle(0, floats(2.0), delta)
+    flight.finish()
+    flight.discard()
     assert lent(buffers) == 1, "the delta is needed longer"
 
 
-def arrived(held: FragmentState, strategy: tw.Strategy, buffers: Buffers, mean: Tensor, **given: Any) -> RoundUpdate:
+def arrived(held: FragmentState, strategy: tw.Strategy, buffers: Buffers, mean: Tensor, **given: Any) -> Flight:
     """A round of a delta of ones that has arrived in two parts."""
-    update = held.begin_round(strategy, buffers.like(mean).fill_(1.0), 1, buffers, **given)
-    assert not update.finish(), "nothing has arrived"
+    flight = Flight(held.begin_round(strategy, buffers.like(mean).fill_(1.0), 1, **given), buffers)
+    assert not flight.finish(), "nothing has arrived"
     for begin, end in ((0, 5), (5, NUMEL)):
-        values = update.signal(begin, end).clone()
-        update.settle(begin, mean[begin:end].clone(), lambda values=values: values)
-    return update
+        values = flight.signal(begin, end).clone()
+        flight.settle(begin, mean[begin:end].clone(), values)
+    return flight
 
 
 class Doubled(Filter):
@@ -237,19 +238,19 @@ def test_a_round_computes_its_results_beside_the_state(
         held.feedback["residual"] += 3
     start, mean_due = held.anchor.clone(), mean / 2 if filtered else mean
     state_before = {name: value.clone() for name, value in held.state.items()}
-    update = arrived(held, strategy, buffers, mean, outer=outer)
-    told = update.signal(0, NUMEL).tolist()
+    flight = arrived(held, strategy, buffers, mean, outer=outer)
+    told = flight.signal(0, NUMEL).tolist()
     assert told == [(2.0 if filtered else 1.0) + (3.0 if feedback else 0.0)] * NUMEL
     assert lent(buffers) == there
-    assert update.finish() and lent(buffers) == finished
-    update.close()
+    assert flight.finish() and lent(buffers) == finished
+    flight.close()
     assert lent(buffers) == closed
     if filtered:
         assert doubled.seen == [[1.0] * NUMEL, [1.0] * NUMEL, told], "a filter runs once"
     due, state = outer.step(start, mean_due, state_before) if outer else (mean_due, {})
-    assert update.anchor is not None and update.anchor.tolist() == due.tolist()
-    assert held.anchor.tolist() == VALUES and held.flight is update
-    (update.commit if good else update.discard)()
+    assert flight.anchor is not None and flight.anchor.tolist() == due.tolist()
+    assert held.anchor.tolist() == VALUES and held.flight is flight
+    (flight.commit if good else flight.discard)()
     assert held.flight is None
     assert lent(buffers) == (after if good and anchors == "host" else 0)
     assert held.anchor.tolist() == (due if good and outer else start).tolist()
@@ -272,18 +273,18 @@ def test_a_round_without_a_finite_anchor_is_refused(value: float, good: bool, ou
         strategy = tw.Strategy(outer=outer or TWO_LINEAR)
         mean = floats(0.0)
         mean[at] = value
-        update = arrived(held_by(strategy), strategy, Buffers(), mean, outer=outer)
-        assert update.finish() == good
+        flight = arrived(held_by(strategy), strategy, Buffers(), mean, outer=outer)
+        assert flight.finish() == good
 
 
 @pytest.mark.parametrize("feedback", [None, Feedback()])
 def test_a_given_anchor_is_taken_as_it_is(feedback: Feedback | None):
     strategy = tw.Strategy(outer=TWO_LINEAR, codec=tw.codecs.Sign(), feedback=feedback)
     held, given, buffers = held_by(strategy), floats(5.0), Buffers()
-    update = held.begin_round(strategy, floats(1.0), 1, buffers, outer=TWO_LINEAR, given=given)
-    update.settle(0, floats(math.nan), lambda: floats(0.25))
-    assert update.finish() and update.anchor is given and not update.outer
-    assert [kept.tolist() for kept in update.feedback.values()] == [[0.75] * NUMEL] * bool(feedback)
+    flight = Flight(held.begin_round(strategy, floats(1.0), 1, outer=TWO_LINEAR, given=given), buffers)
+    flight.settle(0, floats(math.nan), floats(0.25))
+    assert flight.finish() and flight.anchor is given and not flight.outer
+    assert [kept.tolist() for kept in flight.feedback.values()] == [[0.75] * NUMEL] * bool(feedback)
 
 
 @pytest.mark.filterwarnings("error")  # torch warns if it must resize a result
@@ -292,7 +293,51 @@ def test_a_signal_has_room_for_the_longest_range():
     strategy = replace(tw.Strategy(codec=tw.codecs.Sign()), feedback=Feedback())
     model = nn.Linear(100, 10)
     held, buffers = first_state(strategy, Whole().fragments(model)[0], 0, 0, 1), Buffers()
-    update = held.begin_round(strategy, torch.ones(1010), 1, buffers)
+    flight = Flight(held.begin_round(strategy, torch.ones(1010), 1), buffers)
     for begin, end, room in ((0, 300, 1280), (300, 900, 2560), (900, 1010, 2560)):
-        assert update.signal(begin, end).tolist() == [1.0] * (end - begin)
+        assert flight.signal(begin, end).tolist() == [1.0] * (end - begin)
         assert sum(whole.numel() for whole in buffers._lent.values()) == room
+
+
+def all_of(held: FragmentState) -> dict[str, list[float]]:
+    """All values that a fragment keeps from round to round."""
+    filtered = {f"filter {index}": state for index, state in enumerate(held.filtered)}
+    states = {name: getattr(held, name) for name in ("state", "feedback", "exchange", "aggregate", "policy")} | filtered
+    kept = {f"{name}.{key}": value.tolist() for name, state in states.items() for key, value in state.items()}
+    return kept | {"anchor": held.anchor.tolist(), "parameters": flat(held)}
+
+
+def test_a_discarded_round_leaves_every_state_as_it_was_and_a_committed_one_replaces_it():
+    """Those of the exchange, the aggregate and the policy too, which the round made beside the others."""
+    strategy = tw.Strategy(codec=tw.codecs.Sign(), feedback=Feedback(), outer=TWO_LINEAR)
+    strategy.__dict__["filters"] = (Doubled(),)
+    for good in (False, True):
+        held, buffers = held_by(strategy), Buffers()
+        kinds = ("exchange", "aggregate", "policy")
+        for name in kinds:
+            setattr(held, name, {"last": floats(2.0)})
+        held.feedback["residual"] += 3
+        before = all_of(held)
+        update = arrived(held, strategy, buffers, floats(6.0, 4.0), outer=TWO_LINEAR)
+        for name in kinds:
+            setattr(update, name, {"last": floats(9.0)})
+        assert update.finish()
+        update.close()
+        (update.commit if good else update.discard)()
+        after = all_of(held)
+        changed = {name for name in before if after[name] != before[name]}
+        assert changed == (set(before) - {"parameters"} if good else set())
+
+
+def test_a_state_that_a_tolerated_round_without_this_replica_made_infinite_is_the_one_before():
+    """Value by value, in the feedback and in every filter: what others sent counts."""
+    strategy = tw.Strategy(codec=tw.codecs.Sign(), feedback=Feedback())
+    strategy.__dict__["filters"] = (Doubled(),)
+    held = held_by(strategy)
+    update = Flight(held.begin_round(strategy, floats(1.0), 1), Buffers())
+    held.feedback, update.feedback = {"residual": floats(3.0, 4.0)}, {"residual": floats(math.nan, 5.0)}
+    held.filtered, update.filtered = ({"last": floats(1.0, 2.0)},), ({"last": floats(7.0, -math.inf)},)
+    update.keep_own_state()
+    assert update.feedback["residual"].tolist() == floats(3.0, 5.0).tolist()
+    assert update.filtered[0]["last"].tolist() == floats(7.0, 2.0).tolist()
+    assert held.feedback["residual"].tolist() == floats(3.0, 4.0).tolist()

@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import thinwire as tw
-from thinwire.drivers import deltas as delta_driver
-from thinwire.drivers.deltas import _move
+from thinwire.drivers.flight import Flight
 from thinwire.drivers.fragment import FragmentState, first_state
 from thinwire.exchange import Buffers
+from thinwire.pieces import merge
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.merge import Keep
 from thinwire.pieces.partition import Whole
 from thinwire.testing.toy import same_bits
 
@@ -35,7 +36,7 @@ def fragment_of(dtype: torch.dtype, turned: bool) -> tuple[nn.Module, FragmentSt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_landing_moves_parameters_as_the_equation_says(dtype: torch.dtype, turned: bool, monkeypatch: Any) -> None:
     """θ ← anchor' + (θ − (anchor − Δ)), where steps were taken in flight."""
-    monkeypatch.setattr(delta_driver, "_PIECE", ROWS * 1024 // 3 - 1)
+    monkeypatch.setattr(merge, "_PIECE", ROWS * 1024 // 3 - 1)
     after: list[list[Tensor]] = []
     for way in ("equation", "landing"):
         model, held = fragment_of(dtype, turned)
@@ -48,7 +49,7 @@ def test_a_landing_moves_parameters_as_the_equation_says(dtype: torch.dtype, tur
                 held.anchor = ahead
                 held.carry_over(departed)
             else:
-                _move(held, ahead, delta)
+                Keep().on_land(held.landing(ahead, delta))
         after.append([parameter.detach().double() for parameter in model.parameters()])  # exact, from every type
     assert all(same_bits(one, other) for one, other in zip(*after, strict=True))
 
@@ -69,11 +70,11 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0), (torch.bfloat16, 1000)])
 def test_a_landing_makes_no_buffer_of_a_fragments_size(dtype: torch.dtype, most: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(delta_driver, "_PIECE", 1000)
+    monkeypatch.setattr(merge, "_PIECE", 1000)
     _, held = fragment_of(dtype, turned=False)
     delta, ahead = torch.randn_like(held.anchor), torch.randn_like(held.anchor)
     with Largest() as largest, torch.no_grad():
-        _move(held, ahead, delta)
+        Keep().on_land(held.landing(ahead, delta))
     assert largest.numel == most
 
 
@@ -98,10 +99,11 @@ def test_a_round_takes_its_outer_step_range_by_range_and_returns_what_it_no_long
     held.feedback["residual"] += 1
     (delta, mean), own = torch.randn(2, whole), torch.zeros(whole)
     after = strategy.outer.step(anchor, mean, held.state)
-    round_ = held.begin_round(strategy, buffers.like(delta).copy_(delta), 1, buffers, outer=strategy.outer)
+    state = held.begin_round(strategy, buffers.like(delta).copy_(delta), 1, outer=strategy.outer)
+    round_ = Flight(state, buffers)
     for begin, end in ((0, 700), (700, whole)):
         assert same_bits(round_.signal(begin, end), (delta + 1)[begin:end])
-        round_.settle(begin, mean[begin:end], lambda begin=begin, end=end: own[begin:end])
+        round_.settle(begin, mean[begin:end], own[begin:end])
     assert len(buffers._lent) == 5, "the delta, three results, and the signal of a range"
     assert round_.finish()
     round_.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import thinwire as tw
+from thinwire import checkpoint
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup
 from thinwire.drivers.monitor import _LAYOUT, PATIENCE, Monitor
 from thinwire.testing.toy import adamw, batch, inner_step, toy
@@ -29,6 +31,10 @@ def _resume(replica: tw.Replica) -> None:
     replica.load_state(*replica.state())
 
 
+def _looks_for_a_checkpoint(replica: tw.Replica) -> None:
+    checkpoint.newest_common(Path("none"), replica.group)
+
+
 @pytest.mark.parametrize("strategy", [tw.diloco(every=4), tw.data_parallel(), tw.lab.recipes.d_psgd()], ids=repr)
 @pytest.mark.parametrize(
     ("first", "second", "words"),
@@ -39,8 +45,9 @@ def _resume(replica: tw.Replica) -> None:
         (_resume, None, "load_state after 2 inner steps"),
         (_resume, lambda replica: replica.mean(1.0), "load_state after 2 inner steps"),
         (lambda replica: replica.finish(), lambda replica: replica.mean(1.0), "after 2 inner steps"),
+        (None, _looks_for_a_checkpoint, "the gather of resume after 2 inner steps"),
     ],
-    ids=["mean", "mean on the other", "two and one", "load_state", "unlike", "finish"],
+    ids=["mean", "mean on the other", "two and one", "load_state", "unlike", "finish", "newest_common"],
 )
 def test_a_collective_of_some_replicas_names_both_sides(strategy, first: Does, second: Does, words: str) -> None:
     """No link is at fault, and no time-out ends the wait."""

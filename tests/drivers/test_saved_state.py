@@ -89,7 +89,7 @@ def test_state_that_exists_at_times_is_saved_and_loaded() -> None:
     one, other = (first_state(strategy, Whole().fragments(toy(seed))[0], 0, 0, 2) for seed in (0, 1))
     one.deviation, one.own, one.deviation_state = one.anchor + 1, one.anchor + 2, {"momentum": one.anchor + 3}
     for delta, more in ((one.own, set()), (one.anchor + 4, {"delta"})):
-        one.flight = SimpleNamespace(delta=delta)  # type: ignore[assignment]
+        one.flight = SimpleNamespace(round=SimpleNamespace(delta=delta))  # type: ignore[assignment]
         tensors = tensors_to_save([one])
         passed = {"deviation", "own", "deviation_outer.momentum", "guard.norms"} | more
         assert {name for name in tensors if passing(name)} == {f"0.{name}" for name in passed}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.app.trainer.run import Run
 from thinwire.codecs import E3M0, Codec, Sign, TopK
+from thinwire.drivers.flight import Flight
 from thinwire.drivers.fragment import FragmentState, first_state
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
@@ -33,11 +34,12 @@ def deltas() -> list[Tensor]:
 
 def step(strategy: tw.Strategy, held: FragmentState, delta: Tensor, buffers: Buffers, piece: int) -> Tensor:
     """Takes a round of one replica, `piece` values at a time. Returns what was sent."""
-    update, sent = held.begin_round(strategy, delta, 0, buffers, outer=strategy.outer), torch.empty(NUMEL)
+    update = Flight(held.begin_round(strategy, delta, 0, outer=strategy.outer), buffers)
+    sent = torch.empty(NUMEL)
     for begin in range(0, NUMEL, piece):
         end = begin + piece
         sent[begin:end] = roundtrip(strategy.codec, update.signal(begin, end), Key())
-        update.settle(begin, sent[begin:end].clone(), lambda begin=begin, end=end: sent[begin:end])  # type: ignore[misc]
+        update.settle(begin, sent[begin:end].clone(), sent[begin:end])
     assert update.finish()
     update.close()
     update.commit()
@@ -83,8 +85,8 @@ def test_a_refused_round_leaves_state_in_bf16_unchanged() -> None:
     first, second, *_ = deltas()
     step(strategy, held, first, buffers, PIECE)
     before = {name: value.clone() for name, value in (*held.state.items(), *held.feedback.items())}
-    update = held.begin_round(strategy, second, 0, buffers, outer=strategy.outer)
-    update.settle(0, second.clone(), lambda: second)
+    update = Flight(held.begin_round(strategy, second, 0, outer=strategy.outer), buffers)
+    update.settle(0, second.clone(), second)
     update.discard()
     assert all(torch.equal(value, before[name]) for name, value in (*held.state.items(), *held.feedback.items()))
 

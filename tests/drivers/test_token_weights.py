@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.drivers.token_weights import TokenCount, tokens_of_step, weigh
+from thinwire.drivers.flight import Flight
+from thinwire.drivers.fragment import first_state
+from thinwire.drivers.token_weights import TokenCount, tokens_of_step
 from thinwire.errors import PacketError
+from thinwire.exchange import Buffers
 from thinwire.lab.robust.coordinates import Median
 from thinwire.testing.toy import same_bits, weights
 
@@ -208,12 +210,12 @@ def test_invalid_token_counts_are_refused():
 
 
 def test_a_deltas_weight_is_divided_out_for_its_feedback():
-    values, seen = torch.tensor([1.0, -3.0]), []
-    update = SimpleNamespace(
-        signal=lambda begin, end: values[begin:end], settle=lambda begin, mean, sent: seen.append(sent())
-    )
+    """The residual is that of the delta itself: what was sent is taken without the weight."""
+    strategy = tw.Strategy(codec=tw.codecs.Sign(), feedback=tw.pieces.feedback.Feedback())
+    held = first_state(strategy, tw.pieces.partition.Whole().fragments(torch.nn.Linear(1, 1))[0], 0, 0, 1)
+    values = torch.tensor([1.0, -3.0])
     for share, factor in ((0.0, 1.0), (1.0, 1.0), (2.0, 2.0)):  # 0: a replica that does not count in this round
-        signal, settle = weigh(update, share)
-        assert torch.equal(signal(0, 2), factor * values)
-        settle(0, torch.zeros(2), lambda factor=factor: factor * values)
-        assert torch.equal(seen.pop(), values)
+        flight = Flight(held.begin_round(strategy, values, 1), Buffers(), share)
+        assert torch.equal(flight.signal(0, 2), factor * values)
+        flight.settle(0, torch.zeros(2), factor * values)
+        assert torch.equal(flight.feedback["residual"], torch.zeros(2))

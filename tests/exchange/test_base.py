@@ -22,7 +22,7 @@ class Least(Exchange):
     def depart(self, round_, state):
         raise NotImplementedError
 
-    def arrive(self, departure, settle):
+    def arrive(self, departure):
         raise NotImplementedError
 
     def nbytes_sent(self, codec, numel, size, rank=None):
@@ -57,7 +57,13 @@ DECLARED = [  # gathers, agrees, multiplies, sends_own, and whether replicas may
 @pytest.mark.parametrize(("exchange", "declared"), DECLARED, ids=str)
 def test_an_exchange_declares_its_properties(exchange, declared):
     open_ = exchange.needs_fixed_group == ""
-    assert (exchange.gathers, exchange.agrees, exchange.multiplies, exchange.sends_own, open_) == declared
+    assert (
+        exchange.traits.gathers,
+        exchange.traits.agrees,
+        exchange.traits.multiplies,
+        exchange.traits.sends_own,
+        open_,
+    ) == declared
 
 
 SKIPS = [tw.lab.codecs.Levelled((tw.codecs.Int(8), tw.codecs.Sign(block=512)), skips=skips) for skips in (0, 1)]
@@ -112,7 +118,7 @@ def test_sites_have_their_ranks_and_bytes():
 def test_undeclared_properties_have_defaults():
     least, codec = Least(), tw.codecs.Identity()
     assert (least.owns(codec, 10, 1, 2), least.nbytes_products(3), least.feedback) == (10, 0, None)
-    assert not least.needs_hub and not Arrival((), {}).void
+    assert not least.traits.needs_hub and not Arrival((), {}).void
     assert least.needs_fixed_group == "does not declare that replicas may come and go (needs_fixed_group = '')"
     assert (least.init(codec, 10, 0, 2), least.why([(codec, 10)], 2)) == ({}, [])
 

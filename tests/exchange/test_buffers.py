@@ -17,6 +17,14 @@ def test_sizes_are_rounded_up_to_one_of_eight_in_each_power_of_two(count, room):
     assert len(lent) == count and lent.untyped_storage().nbytes() == room
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 33, 1000])
+def test_a_buffer_has_as_many_values_of_its_kind_as_were_asked_for(count):
+    buffers = Buffers()
+    lent = buffers.bytes(count), buffers.floats(count), buffers.longs(count), buffers.like(torch.zeros(count).double())
+    assert [len(one) for one in lent] == [count] * 4
+    assert [one.dtype for one in lent] == [torch.uint8, torch.float32, torch.int64, torch.float64]
+
+
 def test_only_returned_buffers_are_lent_again():
     buffers, own = Buffers(), torch.zeros(100)
     first, second = buffers.floats(100), buffers.like(own)

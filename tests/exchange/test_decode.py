@@ -17,7 +17,7 @@ from thinwire.exchange import Round, SendContext, decode
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.products import inner_products
-from thinwire.exchange.round import Outgoing
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.lab.robust.by_products import GeometricMedian
 from thinwire.lab.robust.coordinates import Median, TrimmedMean
 from thinwire.packet import REFUSED, empty_packet, payload
@@ -151,7 +151,7 @@ def settled(aggregate: Aggregate, codec: Codec, refused: int) -> list[tuple[int,
             own.flags = REFUSED * (refused == 1)
             flags = [REFUSED * (rank == refused) for rank in range(3)]
             for begin, mean, sent in room.pieces(message.ranges[0], packets, Key(sender=1), own, flags):
-                made.append((begin, mean.clone(), sent().clone()))
+                made.append((begin, mean.clone(), sent.clone()))
             room.close()
 
     tw.run_threads(3, replica)

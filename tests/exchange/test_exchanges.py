@@ -150,7 +150,8 @@ def test_an_aggregate_remembers_what_it_aggregates(small):
             rank, context = group.rank, SendContext(group)
             round_ = Round(context, codec, 97, Key(sender=rank), lambda begin, end: x[rank, begin:end])
             round_.aggregate, round_.remembered = rule, rule.init(exchange.owns(codec, 97, rank, 3), 3)
-            exchange.arrive(exchange.depart(round_, {}), lambda *_: None)
+            assert list(exchange.arrive(exchange.depart(round_, {})))
+            round_.close()
             context.close()
             return round_.after
 

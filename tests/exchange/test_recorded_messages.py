@@ -15,7 +15,7 @@ import torch
 import thinwire as tw
 from thinwire.codecs import E3M0, Cast, Hadamard, Identity, Int, RandomK, Sign, TopK
 from thinwire.comm.group import WrappedGroup
-from thinwire.exchange import AllReduce, Direct, Hierarchy, Round, SendContext, TwoShot, chunks
+from thinwire.exchange import AllReduce, Arriving, Direct, Hierarchy, Round, SendContext, TwoShot, chunks
 from thinwire.lab.codecs.lowrank import LowRank
 from thinwire.lab.gossip.exchange import Gossip
 from thinwire.lab.gossip.mgs import MGS
@@ -106,17 +106,16 @@ def run(case: Case) -> str:
         ends: list[object] = []
         for number in (3, 4) if isinstance(case.exchange, Gossip) else (3, 4, 5):
             x, said = values(rank, number), torch.zeros(2, 2 * NUMEL)
-
-            def settle(begin, mean, sent, said=said):
-                own = sent()
-                said[0, begin : begin + len(mean)] = mean
-                said[1, begin : begin + len(own)] = own
-
             flags = STOP if (rank, number) == (1, 4) else 0
             key = Key(9, 2, number, rank)
             round_ = Round(context, case.codec, NUMEL, key, lambda b, e, x=x: x[b:e], flags, step=7)
             round_.aggregate = case.aggregate
-            arrival = case.exchange.arrive(case.exchange.depart(round_, state), settle)
+            arriving = Arriving(case.exchange.arrive(case.exchange.depart(round_, state)))
+            for begin, mean, own in arriving:
+                said[0, begin : begin + len(mean)] = mean
+                said[1, begin : begin + len(own)] = own
+            round_.close()
+            arrival = arriving.arrival
             assert round_.nbytes_sent == case.exchange.nbytes_sent(case.codec, NUMEL, case.size, rank)
             ends.append((arrival.flags, arrival.void, round_.nbytes_sent))
             if number != 5:

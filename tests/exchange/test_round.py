@@ -13,8 +13,7 @@ import thinwire as tw
 from thinwire.comm import Group
 from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import Message
-from thinwire.exchange.round import Outgoing
-from thinwire.packet import HEADER_NBYTES
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.rng import Key
 
 
@@ -51,13 +50,14 @@ def test_a_packet_is_over_when_the_carrier_has_taken_it():
         first.wait()
     for one in (second, third):
         one.written.set_result(None)
-        one.sent = SimpleNamespace(wait=lambda: waits.append("sent"))
+        one.transfer = SimpleNamespace(wait=lambda: waits.append("sent"))
     queued[1].set_exception(OSError("of the carrier"))
     assert second.wait() is second.packet
     with pytest.raises(OSError, match="of the carrier"):
         second.wait_sent()
     queued[2].set_result(None)
     third.wait_sent()
+    third.wait_taken()  # a second wait, which does not reach the carrier
     assert waits == ["sent"] and third.flags == 0
 
 
@@ -67,8 +67,9 @@ def test_a_round_gives_its_packets_back_when_all_are_sent():
     def replica(group):
         for peer in (None, 2):
             round_, one = a_round(group), outgoing()
-            packet, refused = round_.packet(7), []
-            assert (len(packet), round_.flags, round_.order, round_.step) == (HEADER_NBYTES + 7, 0, (), 0)
+            refused = []
+            round_.packets.append(round_.context.buffers.bytes(7))
+            assert (round_.flags, round_.order, round_.step) == (0, (), 0)
             round_.outgoing.append(one)
             one.written.set_result(None)
             if peer is None:
@@ -76,7 +77,7 @@ def test_a_round_gives_its_packets_back_when_all_are_sent():
             else:
                 gone = tw.LinkError("gone")
                 gone.peer = peer
-                one.sent = SimpleNamespace(wait=Mock(side_effect=gone))
+                one.transfer = SimpleNamespace(wait=Mock(side_effect=gone))
                 round_.trace.not_taken = refused.append
                 with pytest.raises(tw.LinkError, match="gone"):
                     round_.close()
@@ -88,8 +89,9 @@ def test_a_round_gives_its_packets_back_when_all_are_sent():
 
 
 def test_round_times_are_the_carriers():
-    def sent(posted, queued, seconds):
-        return SimpleNamespace(posted=posted, transfer=SimpleNamespace(queued_seconds=queued, transfer_seconds=seconds))
+    def sent(packet, posted, queued, seconds):
+        packet.posted = posted
+        packet.transfer = SimpleNamespace(queued_seconds=queued, transfer_seconds=seconds)
 
     def replica(group):
         round_ = a_round(group)
@@ -97,9 +99,10 @@ def test_round_times_are_the_carriers():
         after = round_.remembers({"kept": torch.zeros(3)})  # one state for all ranges
         assert after["kept"].numel() == 3 and round_.remembers({"kept": torch.zeros(3)}) is after
         round_.outgoing += [outgoing() for _ in range(4)]
-        round_.outgoing[1].sent = sent(11.0, 0.0, 0.0)  # by a carrier that does not know the times
+        sent(round_.outgoing[1], 11.0, 0.0, 0.0)  # by a carrier that does not know the times
         assert round_.times() == (0.0, 0.0)
-        round_.outgoing[2].sent, round_.outgoing[3].sent = sent(12.0, 3.0, 4.0), sent(13.0, 1.0, 2.0)
+        sent(round_.outgoing[2], 12.0, 3.0, 4.0)
+        sent(round_.outgoing[3], 13.0, 1.0, 2.0)
         assert round_.times() == (4.0, 5.0)  # the first bit left at 14, the last arrived at 19
         assert (round_.rank, round_.size, round_.peers) == (0, 1, [])
         round_.context.close()

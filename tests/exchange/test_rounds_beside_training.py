@@ -78,7 +78,9 @@ def test_encoding_sending_and_decoding_of_chunks_overlap(small):
                 super().encode(x, payload, key)
 
         round_ = Round(air, Telling(), 400, Key(sender=group.rank), lambda begin, end: x[begin:end])
-        tw.exchange.Direct().arrive(tw.exchange.Direct().depart(round_, {}), lambda *_: settled.set())
+        for _ in tw.exchange.Direct().arrive(tw.exchange.Direct().depart(round_, {})):
+            settled.set()
+        round_.close()
         air.close()
 
     tw.run_threads(2, replica)

@@ -9,6 +9,7 @@ import torch
 
 import thinwire as tw
 from thinwire.exchange import SendContext, send_queue
+from thinwire.exchange.chunks import Message
 
 
 def test_the_round_that_lands_first_is_sent_first(monkeypatch):
@@ -43,11 +44,14 @@ def test_messages_as_long_as_the_window_follow_without_a_gap(window, monkeypatch
             told.append(f"post {tag}")
             return type("Transfer", (), {"wait": lambda _: told.append(f"wait {tag}")})()
 
-    box = send_queue.SendQueue(Told())
-    sent = [box.send(tag, {1: torch.zeros(8, dtype=torch.uint8)}, "packet") for tag in range(4)]
+    box, packet = send_queue.SendQueue(Told()), torch.zeros(8, dtype=torch.uint8)
+    sent = [send_queue.Outgoing(Message(0, 0, ()), packet, tag=tag, to=[1]) for tag in range(4)]
+    for one in sent:
+        box.send((), one, lambda one=one: one.written.set_result(None))
+    box.put((), lambda: None).result()
     box.close()
     assert told == ["post 0", "post 1", "wait 0", "post 2", "wait 1", "post 3"]
-    sent[0].wait()  # a second wait, which does not reach the carrier
+    sent[0].wait_sent()  # a second wait, which does not reach the carrier
     assert told[-1] == "post 3"
     assert box.put((0,), lambda: told.append("after the end")).cancelled()
 

@@ -10,7 +10,7 @@ import torch
 import thinwire as tw
 from thinwire.codecs import TopK
 from thinwire.comm import Link
-from thinwire.exchange import Arrival
+from thinwire.exchange import Arrival, Arriving
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.policies import DenseUntil
 from thinwire.testing.toy import journey, same_bits, toy, weights
@@ -53,7 +53,8 @@ def test_a_choice_is_what_it_chooses():
         ]
     assert fastest.nbytes_products(4) == shards.nbytes_products(4) == 3 * (48 + 8 * 4 * 4)
     assert (
-        not fastest.needs_hub and tw.lab.fastest.Fastest("1mbit", (direct, tw.lab.star.exchange.Star("hub"))).needs_hub
+        not fastest.traits.needs_hub
+        and tw.lab.fastest.Fastest("1mbit", (direct, tw.lab.star.exchange.Star("hub"))).traits.needs_hub
     )
     with pytest.raises(tw.ConfigurationError, match=r"none of these accepts it; add Direct\(\)"):
         tw.lab.fastest.Fastest("1mbit", (tw.exchange.AllReduce(),)).check(codec, None)
@@ -105,7 +106,8 @@ class Remembering(tw.exchange.Direct):
     def depart(self, round_, state):
         return state
 
-    def arrive(self, departure, settle):
+    def arrive(self, departure):
+        yield from ()
         return Arrival((), {})
 
 
@@ -121,7 +123,8 @@ def test_a_choice_gives_its_exchange_no_state_of_another():
     ):
         departure = fastest.depart(round_, state)
         assert departure.departure["last"].tolist() == ([1.0, 1.0] if given else [0.0, 0.0])
-        assert fastest.arrive(departure, None).state is state
+        arriving = Arriving(fastest.arrive(departure))
+        assert not list(arriving) and arriving.arrival.state is state
 
 
 def test_owners_keep_feedback_of_the_rounds_in_which_they_are_chosen():

@@ -79,3 +79,14 @@ def test_a_package_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     for asked in ("--help", "nonesuch"):
         told = thinwire(tmp_path, tmp_path, asked, code=2)
         assert told.count("\n") == 1 and "uninstall broken" in told
+
+
+@pytest.mark.parametrize("arguments", [("simulate",), ("plan", "fit"), ("train", "--strategy", "noloco")])
+def test_a_checkout_without_entry_points_says_to_install_it_again(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    program = (
+        "import importlib.metadata as metadata, sys; metadata.entry_points = lambda **_: (); "
+        "from thinwire.app.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    asked = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "pip install" in done.stderr, done.stderr

@@ -160,14 +160,14 @@ def test_calls_and_views_are_counted_from_one():
     assert cluster.play({"a": run})["a"] == [3, 3]
 
 
-def test_a_group_in_which_a_member_is_not_heard_is_closed_and_tried_again_until_the_deadline(monkeypatch):
+def test_a_group_in_which_a_member_is_not_heard_is_closed_and_tried_again_until_the_deadline():
     closed, cluster = list[int](), SimulatedCluster()
 
-    def gather(group: Any, *args: Any) -> None:
+    def post(*args: Any) -> None:
         raise LinkError("nobody is heard")
 
     def counted(group: Any) -> Any:
-        return SimpleNamespace(rank=group.rank, size=group.size, close=lambda: closed.append(group.close()))
+        return SimpleNamespace(rank=group.rank, size=group.size, post=post, close=lambda: closed.append(group.close()))
 
     def run(name: str) -> str:
         membership = cluster.membership(name, least=1, wrap=counted)
@@ -175,7 +175,6 @@ def test_a_group_in_which_a_member_is_not_heard_is_closed_and_tried_again_until_
             membership.next_view({}, 9.03)
         return str(caught.value)
 
-    monkeypatch.setattr(module, "gather", gather)
     said = "replica 'a' found no view within 9.03 s: no group could be built: nobody is heard."
     assert cluster.play({"a": run}) == {"a": said}
     assert len(closed) > 9 and cluster.time.now == pytest.approx(9.03)

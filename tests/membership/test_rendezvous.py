@@ -250,7 +250,7 @@ def test_a_kept_group_counts_bytes_in_the_ledger():
     assert cluster.play({"a": run, "b": run}) == {"a": 1, "b": 1}
     for ledger in ledgers.values():
         assert ledger.sent("packet") == ledger.received("packet") == 3 * (8 + 5)
-        assert ledger.sent("view") == 8 + 16  # the hello of a new group, once
+        assert ledger.sent("view") == 16  # the greeting of a new group, once
 
 
 def test_an_undecided_vote_is_a_link_error_and_a_no_is_known():

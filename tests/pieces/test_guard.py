@@ -74,6 +74,15 @@ def test_the_limit_grows_with_the_number_of_inner_steps():
     assert limits == [3.0, 3.0, 12.0]
 
 
+def test_deltas_of_a_few_steps_do_not_make_one_of_a_whole_period_look_large():
+    """As those of an elastic replica, whose rounds follow each other after an outage."""
+    state = Guard().init()
+    for steps in [1] * 8 + [4, 1, 1, 8, 4]:
+        _, scale, state = Guard().judged(float(steps), steps / 4, state)
+        assert scale == 1.0, steps
+    assert Guard().judged(100.0, 0.25, state).scale < 1.0, "a broken batch is clipped in them, too"
+
+
 @pytest.mark.parametrize(
     ("norms", "periods", "rounds", "mean", "variance"),
     [

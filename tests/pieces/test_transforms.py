@@ -322,30 +322,8 @@ def test_the_last_filter_changes_the_estimate_first():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tw.pieces.transforms.Clip(-1.0), r"Clip\(norm=-1.0\): 0 \(no clipping\) or more is needed"),
-        (lambda: tw.pieces.transforms.Clip(math.nan), "0 .no clipping. or more is needed"),
-        (lambda: tw.pieces.transforms.Momentum(1.0), "0 < decay < 1"),
-        (lambda: tw.pieces.transforms.Momentum(0.9, "all"), "'sent' or 'nothing'"),
-        (lambda: tw.pieces.transforms.Clip(math.inf), "0 .no clipping. or more is needed"),
-        (lambda: tw.pieces.transforms.Clip(replicas=0), "0 .no clipping. or more is needed"),
-        (lambda: tw.pieces.transforms.Momentum(0.0), "0 < decay < 1"),
-        (lambda: tw.pieces.transforms.Moments(freeze=0), "freeze as rounds"),
-        (lambda: tw.pieces.transforms.Moments(freeze=1.5), "freeze as rounds"),
-        (lambda: tw.pieces.transforms.Moments(beta2=1.0), "0 < beta2 < 1"),
-        (lambda: tw.pieces.transforms.Moments(beta1=1.0), "0 <= beta1 < 1"),
-        (lambda: tw.pieces.transforms.Moments(beta1=-0.1), "0 <= beta1 < 1"),
-        (lambda: tw.pieces.transforms.Moments(beta2=0.0), "0 < beta2 < 1"),
-        (lambda: tw.pieces.transforms.Moments(eps=0.0), "eps > 0"),
-        (lambda: tw.pieces.transforms.Moments(eps=math.inf), "eps > 0"),
-        (lambda: tw.pieces.transforms.Settled(0.0), "0 < ratio <= 1"),
-        (lambda: tw.pieces.transforms.Settled(1.1), "0 < ratio <= 1"),
-        (lambda: tw.pieces.transforms.Settled(least=0), "least >= 1"),
         (lambda: tw.lab.codecs.Each(tw.codecs.TopK(), tw.lab.codecs.LowRank()), "it needs the shapes"),
         (lambda: tw.lab.codecs.Each(tw.codecs.TopK(), least=-1), "0 or more elements are needed"),
-        (lambda: tw.pieces.inner_optimizers.SGD(1.0), "0 <= momentum < 1"),
-        (lambda: tw.pieces.inner_optimizers.SGD(0.0, 0.0), "lr_factor > 0"),
-        (lambda: tw.pieces.inner_optimizers.Muon(-0.1), "0 <= momentum < 1"),
-        (lambda: tw.pieces.inner_optimizers.AdamW(1.0), "beta1, beta2 < 1"),
         (lambda: tw.Strategy(filters=tw.pieces.transforms.Clip()), "a tuple of Filters is needed"),
         (lambda: tw.Strategy(filters=(tw.pieces.transforms.Clip,)), "a tuple of Filters is needed"),
         (
@@ -359,6 +337,6 @@ def test_the_last_filter_changes_the_estimate_first():
         (lambda: tw.Strategy(inner=tw.pieces.inner_optimizers.SGD), r"AdamW\(\), SGD\(\), Muon\(\), SAM\(\) or None"),
     ],
 )
-def test_invalid_settings_and_combinations_are_refused(make, message):
+def test_invalid_combinations_are_refused(make, message):
     with pytest.raises(tw.ConfigurationError, match=message):
         make()

@@ -138,6 +138,14 @@ def test_the_reading_path_names_ten_short_files():
     assert sum(len(source(file).splitlines()) for file in files) <= 2000
 
 
+def test_the_walk_of_a_delta_turns_back_twice_at_most():
+    """docs/reading.md names the two: into the queue of the sending thread, and on to the receiving thread."""
+    program = [sys.executable, str(TESTS.parent / "benchmarks/walk.py")]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False)
+    found = re.search(r"^(\d+) returns:", ended.stdout, re.MULTILINE)
+    assert found and int(found[1]) <= 2, ended.stdout + ended.stderr
+
+
 def test_files_import_each_other_in_no_circle():
     """Imports below `if TYPE_CHECKING` count too; those in functions, and what a package's __init__.py re-exports, do not."""
     names = {file.removesuffix(".py").replace("/", "."): file for file in FILES if not file.endswith("__init__.py")}

@@ -11,8 +11,6 @@ from thinwire.app.records.run_record import RunRecord
 
 JOB = '''\
 """Points on a plane, and which side of a line they lie on."""
-import os
-from pathlib import Path
 import torch
 from torch import nn
 
@@ -36,14 +34,7 @@ class Points:
 def batches(share):
     return Points(share)
 
-steps = 0
 def loss(model, batch):
-    global steps
-    steps += 1
-    if steps == 7 and Path("kill").exists():
-        os.kill(os.getpid(), 9)
-    if steps == 3 and Path("fail").exists():
-        raise ValueError("two\\nlines")
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 def evaluate(model):

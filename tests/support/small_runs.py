@@ -7,7 +7,7 @@ from pathlib import Path
 
 from run_folders import read_events
 
-from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer import launch, run_folder, supervisor
 from thinwire.app.trainer.run import Run
 
 STEPS = 24
@@ -27,7 +27,7 @@ def run_in(folder: Path, run: Run, resume: bool = False) -> None:
     if run.placement.carrier == "threads":
         launch.train_threads(run, folder, resume, lambda: None)
     else:
-        launch.train_processes(run, folder, resume, lambda: None)
+        supervisor.train_processes(run, folder, resume, lambda: None)
 
 
 def model_of(folder: Path) -> bytes:

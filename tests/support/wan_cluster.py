@@ -153,7 +153,9 @@ def train_rounds(
                 round_ = Round(air, Identity(), numel, key, lambda begin, end: torch.ones(end - begin), 0, (number,))
                 over, begun = False, cluster.time.now
                 try:
-                    exchange.arrive(exchange.depart(round_, {}), lambda *_: None)
+                    for _ in exchange.arrive(exchange.depart(round_, {})):
+                        pass
+                    round_.close()
                     over = True
                 finally:
                     with cluster.time:

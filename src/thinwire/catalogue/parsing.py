@@ -93,8 +93,10 @@ def _unknown(name: str, text: str, known: Collection[str], inside: bool) -> Conf
     page = "thinwire docs strategies" if "diloco" in known else "thinwire docs pieces"
     instead = "write a number, a text in quotes, or a piece" if inside else f"choose from {listed(known, page)}"
     where = "" if name == text.strip() else f" in {text!r}"
-    absent = "" if registered.is_installed() else f" {registered.REINSTALL}"
-    return ConfigurationError(f"{name!r}{where} is not known{nearest(name, known)}; {instead}.{absent}")
+    group = registered.METHODS if "diloco" in known else registered.PIECES
+    return ConfigurationError(
+        f"{name!r}{where} is not known{nearest(name, known)}; {instead}.{registered.absent(group)}"
+    )
 
 
 def _called(name: str, function: Callable[..., Any], given: list[Any], keywords: dict[str, Any], text: str) -> Any:

@@ -239,14 +239,24 @@ _claims: WeakValueDictionary[int, GroupClaim] = WeakValueDictionary()
 _dropped: WeakValueDictionary[int, Group] = WeakValueDictionary()
 
 
+def gather_beside_training(group: Group, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+    """As `gather`. If a Replica is at work on `group`, all must call it after the same step, and one that does not is named in a second."""
+    if (claim := _claims.get(id(group))) and claim.gather:
+        return claim.gather(payload, limit, purpose)
+    return gather(group, payload, limit, purpose)
+
+
 class GroupClaim:
     """A Replica's claim on the carrier below `group`, from `take` to `release`. Raises `ConfigurationError` if another one has it."""
+
+    gather: Callable[[bytes, int, str], list[bytes]] | None = None
 
     def __init__(self, group: Group | ElasticGroup) -> None:
         if not isinstance(group, (Group, ElasticGroup)):
             raise ConfigurationError(
                 f"group: a {type(group).__name__} was given; this replica's Group or Membership is needed (docs/own-loop.md)."
             )
+        self._given = group
         while isinstance(group, WrappedGroup):
             group = group.group
         self._carrier, self._held = group, False
@@ -263,10 +273,10 @@ class GroupClaim:
                 "mix. Finish it, or make a group for each; one Replica takes both models as one module, with their optimizers in a list."
             )
 
-    def take(self) -> None:
-        """Called when the Replica is complete: one that failed has no claim."""
-        self._held = True
-        _claims[id(self._carrier)] = self
+    def take(self, gather: Callable[[bytes, int, str], list[bytes]] | None = None) -> None:
+        """Called when the Replica is complete: one that failed has no claim. `gather` is its own, which notices who takes no part."""
+        self._held, self.gather = True, gather
+        _claims[id(self._carrier)] = _claims[id(self._given)] = self
         if isinstance(self._carrier, Group) and self._carrier.size > 1:
             with suppress(TypeError):  # a carrier of which there are no weak references
                 ref(self._carrier)
@@ -276,5 +286,6 @@ class GroupClaim:
     def release(self, over: bool) -> None:
         """Called at the end; the claim stays if rounds are not `over`, because their packets may still arrive."""
         self._held &= not over
+        self.gather = None
         if self._drop:
             self._drop.detach()

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from thinwire.comm.group import Group
 from thinwire.drivers.base import Training
-from thinwire.drivers.fragment import FragmentState, RoundUpdate
+from thinwire.drivers.flight import Flight
+from thinwire.drivers.fragment import FragmentState
 from thinwire.drivers.handshake import DIGEST_NBYTES, digest
 from thinwire.drivers.token_weights import FactOfAll
 from thinwire.errors import DisagreementError
@@ -54,13 +55,13 @@ class AnchorDigests:
             queued = torch.cuda.current_stream(anchor.device).record_event() if anchor.is_cuda else None
             self._pending[fragment.index] = self._thread.submit(_digest_beside_training, fragment, queued)
 
-    def departs(self, update: RoundUpdate, send: Callable[..., FactOfAll]) -> Callable[[], None] | None:
+    def departs(self, flight: Flight, send: Callable[..., FactOfAll]) -> Callable[[], None] | None:
         """`send` the digest, if this round compares it. Returns a function that waits for the digests of all, and compares them."""
-        own = self._pending.pop(update.fragment.index, None)
+        own = self._pending.pop(flight.fragment.index, None)
         if own is None:
             return None
-        sent = self._thread.submit(lambda: send(update, 2, own.result(), "anchors"))  # after the digest, on its thread
-        return partial(self._compare, update, own, sent)
+        sent = self._thread.submit(lambda: send(flight, 2, own.result(), "anchors"))  # after the digest, on its thread
+        return partial(self._compare, flight, own, sent)
 
     def of_all(self) -> bytes:
         """The digest of all anchors together."""
@@ -79,12 +80,12 @@ class AnchorDigests:
         """Drop digests that have not begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _compare(self, update: RoundUpdate, own: Future[bytes], sent: Future[FactOfAll]) -> None:
+    def _compare(self, flight: Flight, own: Future[bytes], sent: Future[FactOfAll]) -> None:
         """Raises `DisagreementError`, `LinkError`."""
         digests = sent.result().wait() | {self._group.rank: own.result()}
-        when = f"before round {update.number}, which departed after inner step {update.departed}"
-        self._check(update.fragment, [digests[rank] for rank in range(self._group.size)], when)
-        self._equal[update.fragment.index] = update.departed
+        when = f"before round {flight.round.number}, which departed after inner step {flight.round.departed}"
+        self._check(flight.fragment, [digests[rank] for rank in range(self._group.size)], when)
+        self._equal[flight.fragment.index] = flight.round.departed
 
     def _check(self, fragment: FragmentState, digests: Sequence[bytes], when: str) -> None:
         ranks = defaultdict(list)

@@ -24,6 +24,7 @@ from thinwire.drivers.model_buffers import FrozenWeights
 from thinwire.drivers.module_state import reshard
 from thinwire.drivers.optimizer_copies import WeightCopies
 from thinwire.errors import ConfigurationError, ModelError
+from thinwire.pieces.guard import Judged
 from thinwire.pieces.inner import highest_rate
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Adaptive, Calendar
@@ -113,15 +114,8 @@ class Training:
         """Warn by the observer, or by Python's `warnings` if there is none."""
         (warned if self.observe is silent else self.observe)("warning", self.step, message=message)
 
-    def guard(self, fragment: FragmentState, delta: Tensor, steps: float) -> None:
-        """Clip `delta`, which departs after so many inner `steps`, if the strategy's guard finds its norm too large. Every time gives an
-        event, and the first time a warning.
-        """
-        guard = self.strategy.guard
-        clipped = fragment.guarded(guard, delta, steps / self.strategy.schedule.every) if guard else None
-        if clipped is None:
-            return
-        norm, judged = clipped
+    def report_clipped(self, fragment: FragmentState, norm: float, judged: Judged) -> None:
+        """Report that the guard has clipped a delta of this `norm`: an event, and the first time a warning."""
         if not self.clipped:
             self.warn(
                 f"a delta of this replica had the norm {norm:.3g}, where {judged.limit:.3g} was the most to expect from earlier ones: it is "
@@ -176,13 +170,15 @@ class Training:
             "rounds": [fragment.rounds for fragment in self.fragments],
             "since": [fragment.since for fragment in self.fragments],
             "parameters": [names(fragment) for fragment in self.fragments],
-            "flights": {str(f.index): [f.flight.number, f.flight.departed] for f in self.fragments if f.flight},
+            "flights": {
+                str(f.index): [f.flight.round.number, f.flight.round.departed] for f in self.fragments if f.flight
+            },
             "calendar": self.calendar.facts(),
         }
         if self.copies.names:
             facts["copies"] = self.copies.names
         if self.tokens is not None:
-            departed = {str(f.index): f.flight.trained for f in self.fragments if f.flight}
+            departed = {str(f.index): f.flight.round.tokens for f in self.fragments if f.flight}
             facts["tokens"] = [self.trained, [fragment.counted for fragment in self.fragments], departed]
         return tensors_to_save(self.fragments), facts
 

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.codecs import in_full
 from thinwire.comm.group import Group, GroupClaim
-from thinwire.drivers.fragment import FragmentState, RoundUpdate, first_state
+from thinwire.drivers.flight import Flight
+from thinwire.drivers.fragment import FragmentState, first_state
 from thinwire.drivers.gradients import Stepped
 from thinwire.drivers.handshake import compare_settings
 from thinwire.drivers.rounds import RoundPipeline
@@ -92,7 +93,7 @@ class GradientHook:
         self._pipeline = RoundPipeline(strategy, group, None, watched=False)
         self._states: dict[tuple[str, ...], FragmentState] = {}
         self._remembered: dict[str, Tensor] = {}  # state by parameter and kind, for buckets that are still to be made
-        self._landed: list[RoundUpdate] = []  # in this step
+        self._landed: list[Flight] = []  # in this step
         self._hooks: list[RemovableHandle] = []
         self._closed = False
 
@@ -134,27 +135,27 @@ class GradientHook:
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.device.type == "cuda" else None
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         # else DDP would say of the error that it is no tensor
-        self._at_end_of_backward(lambda: _raise(update.arrival.exception()))
+        self._at_end_of_backward(lambda: _raise(flight.arrival.exception()))
         state = self._state_of(bucket)
         delta = buffer.detach().to("cpu", torch.float32, copy=True)
         codec = in_full(state.codec) if self._first else None
         buffers = self._pipeline.context.buffers
-        update = state.begin_round(self.strategy, delta, self.steps, buffers, number=self.steps, codec=codec)
-        self._pipeline.launch(update, 0.0, scheduled=True)
+        flight = Flight(state.begin_round(self.strategy, delta, self.steps, number=self.steps, codec=codec), buffers)
+        self._pipeline.launch(flight, 0.0, scheduled=True)
         if last:
             self.steps, self._first = self.steps + 1, False
 
         def land(landing: Landing[None]) -> None:
             try:
                 landing.result()
-                self._land(update, buffer, last)
+                self._land(flight, buffer, last)
             except BaseException as error:  # any, because DDP waits for the future
                 # Not the error itself: its frames hold this future.
                 done.set_exception(RuntimeError(str(error)))  # type: ignore[arg-type]
             else:
                 done.set_result(buffer)
 
-        update.arrival.add_done_callback(land)
+        flight.arrival.add_done_callback(land)
         return done
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -199,13 +200,13 @@ class GradientHook:
             ) from None
 
     @torch.no_grad()
-    def _land(self, update: RoundUpdate, buffer: Tensor, last: bool) -> None:
-        """Land an update. Called on one thread, in the order of departure."""
-        if update.good and update.anchor is not None:
-            buffer.copy_(update.anchor)
+    def _land(self, flight: Flight, buffer: Tensor, last: bool) -> None:
+        """Land an flight. Called on one thread, in the order of departure."""
+        if flight.good and flight.anchor is not None:
+            buffer.copy_(flight.anchor)
         else:
             buffer.fill_(math.nan)
-        self._landed.append(update)
+        self._landed.append(flight)
         if last:
             good = all(one.good for one in self._landed)
             for one in self._landed:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire import kernels
 from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.drivers.base import Training
+from thinwire.drivers.flight import Flight
 from thinwire.drivers.flights import FixedGroupDriver, Flights
-from thinwire.drivers.fragment import DROPPED, FragmentState, RoundUpdate, held_by, stays_on_device
+from thinwire.drivers.fragment import DROPPED, FragmentState, stays_on_device
 from thinwire.drivers.handshake import agree_on_resume, digest
 from thinwire.drivers.module_state import clear
 from thinwire.drivers.rounds import WEIGHTS, or_flags
@@ -25,8 +25,6 @@ from thinwire.drivers.token_weights import check_saved, check_unchanged, tokens_
 from thinwire.exchange import Buffers
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
-
-_PIECE = 1 << 22  # values that a landing moves at a time: few calls and copies, and little memory
 
 
 class DeltaDriver(FixedGroupDriver):
@@ -58,7 +56,7 @@ class DeltaDriver(FixedGroupDriver):
         for index in training.calendar.departs(training.step):
             self._depart(training.fragments[index], training.strategy.outer)
         for fragment in training.fragments:
-            if fragment.flight and fragment.flight.lands == training.step:
+            if fragment.flight and fragment.flight.round.lands == training.step:
                 self._land(fragment, fragment.flight)
         if self._window:
             self._window.slide()
@@ -103,12 +101,9 @@ class DeltaDriver(FixedGroupDriver):
         self._flights.together(lambda group: agree_on_resume(group, training.step, own), "load_state")
         for step, index, number, delta in flights:
             fragment, outer = training.fragments[index], training.strategy.outer
-            update = fragment.begin_round(
-                training.strategy, delta, step, self._flights.buffers, outer=outer, number=number
-            )
-            if self._by_tokens:
-                update.trained = facts["tokens"][2][str(index)]
-            self._flights.depart_again(update)
+            tokens = facts["tokens"][2][str(index)] if self._by_tokens else 0.0
+            state = fragment.begin_round(training.strategy, delta, step, outer=outer, number=number, tokens=tokens)
+            self._flights.depart_again(Flight(state, self._flights.buffers))
 
     def close(self) -> None:
         super().close()
@@ -124,90 +119,62 @@ class DeltaDriver(FixedGroupDriver):
             self._window.departs(fragment.index)
         delta = fragment.delta(buffers.like(fragment.anchor))
         # after a dropped delta the number of its steps is unknown
-        if strategy.guards and fragment.since != DROPPED and not self._alone:
-            training.guard(fragment, delta, training.step - fragment.since)
+        if strategy.guard and strategy.guards and not fragment.dropped and not self._alone:
+            periods = (training.step - fragment.since) / strategy.schedule.every
+            if clipped := fragment.guarded(strategy.guard, delta, periods):
+                training.report_clipped(fragment, *clipped)
         given = fragment.snapshot(buffers.like(fragment.anchor)) if self._alone else None
-        if strategy.merge.whole_period:
-            self._begin_next_period(fragment, delta)
+        if fragment.flight:  # it takes a whole period, and lands just before the next one departs
+            self._land(fragment, fragment.flight)
+        strategy.merge.before_send(fragment, delta, strategy.outer, 1 / self._group.size, buffers)
         if strategy.privacy:
             strategy.privacy.apply(delta, self._group.size)
         codec = fragment.due(strategy.policy.last if self._ended else strategy.policy, fragment.rounds)
-        update = fragment.begin_round(strategy, delta, training.step, buffers, outer=outer, given=given, codec=codec)
-        update.trained = training.trained
-        self._flights.depart(update, began, scheduled=not self._ended)
+        state = fragment.begin_round(
+            strategy, delta, training.step, outer=outer, given=given, codec=codec, tokens=training.trained
+        )
+        self._flights.depart(Flight(state, buffers), began, scheduled=not self._ended)
         fragment.since = training.step
 
     @torch.no_grad()
-    def _land(self, fragment: FragmentState, update: RoundUpdate) -> None:
+    def _land(self, fragment: FragmentState, flight: Flight) -> None:
         """Commit or discard the round. A refused round changes nothing: the delta is still in the parameters. If an aggregate left out this
         replica's delta because it was not finite, the round of the others is still good.
         """
         training, merge = self.training, self.training.strategy.merge
-        landed = self._flights.land(update)
-        left_out = self._group.rank in update.refused_by
-        if update.good:
-            kept = merge.keeps_flight and update.departed < training.step and not left_out
-            if kept and update.anchor is not None:
-                _move(fragment, update.anchor, update.delta)
+        self._flights.land(flight)
+        left_out = self._group.rank in flight.refused_by
+        if flight.good:
             if left_out:  # before the merge, which would hide values that are not finite
-                self._start_again(update)
-            update.commit()
-            if kept and merge.keeps_unsent:
-                for part, residual in fragment.slices(fragment.feedback["residual"]):
-                    merge.leave(part, residual)
-            fragment.counted = max(update.trained, fragment.counted)
-            if not kept and not merge.whole_period:
-                fragment.mix_anchor(merge)
+                self._start_again(flight)
+            assert flight.anchor is not None
+            flown = flight.round.departed < training.step and not left_out
+            counted = (flight.round.delta, flight.feedback.get("residual")) if flown else ()
+            merge.on_land(fragment.landing(flight.anchor, *counted))
+            flight.commit()
+            fragment.counted = max(flight.round.tokens, fragment.counted)
             fragment.since = training.step if merge.forgets else fragment.since
         else:
-            update.discard()
+            flight.discard()
             fragment.since = DROPPED
             if left_out:
-                self._start_again(update)
-        landed()
+                self._start_again(flight)
+        self._flights.landed(flight)
 
-    def _start_again(self, left_out: RoundUpdate) -> None:
+    def _start_again(self, left_out: Flight) -> None:
         """Go back to the anchors if the weights are not finite; fragments in flight to their departure, because their deltas still count."""
         training = self.training
         if not start_again(training, self._site, self._flights.buffers) or training.strategy.merge.whole_period:
             return
         for fragment in training.fragments:
             flight = fragment.flight
-            if flight and flight is not left_out and bool(torch.isfinite(flight.delta).all()):
-                fragment.load_into_parameters(fragment.base - flight.delta)
+            if flight and flight is not left_out and bool(torch.isfinite(flight.round.delta).all()):
+                fragment.load_into_parameters(fragment.base - flight.round.delta)
 
     def _land_last(self, fragment: FragmentState) -> None:
         assert fragment.flight is not None
         self._land(fragment, fragment.flight)
         fragment.release()
-
-    def _begin_next_period(self, fragment: FragmentState, delta: Tensor) -> None:
-        """If a round takes a whole period: land the previous one, and let the parameters begin the next (see `Eager`, `Reset`)."""
-        if fragment.flight:
-            self._land(fragment, fragment.flight)
-        if fragment.rounds:
-            if fragment.own is None:  # this replica started again from the anchors
-                delta.zero_()
-            elif fragment.since == DROPPED and bool(torch.isfinite(fragment.own).all()):  # it departs again
-                delta.add_(fragment.own)
-        fragment.begin_next(delta, self.training.strategy, 1 / self._group.size, self._flights.buffers)
-
-
-def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
-    """θ ← θ + (anchor − (base − delta)): `FragmentState.carry_over` to the next `anchor` before it is committed, with the same bits. It needs
-    no buffers of the fragment's size.
-    """
-    for part, base, change, ahead in fragment.aligned(fragment.anchor, delta, anchor):
-        if not part.is_contiguous() or part.dtype == torch.float64:
-            part.copy_(part.to(base) + (held_by(part, ahead) - (held_by(part, base) - change)))
-            continue
-        flat = (part.view(-1), base.reshape(-1), change.reshape(-1), ahead.reshape(-1))
-        pieces = zip(*(torch.split(tensor, _PIECE) for tensor in flat)) if part.numel() > _PIECE else [flat]
-        for own, before, by, after in pieces:
-            if own.device == before.device and own.dtype == torch.float32:
-                kernels.of(own, before, by, after).carry(own, before, by, after)
-            else:
-                own.add_((held_by(own, after) - (held_by(own, before) - by)).to(own.device))
 
 
 def start_again(training: Training, site: Group | None = None, buffers: Buffers | None = None) -> bool:
@@ -221,7 +188,7 @@ def start_again(training: Training, site: Group | None = None, buffers: Buffers 
         return False
     training.warn("this replica's weights were not finite; it restarts from the anchors")
     for fragment in training.fragments:
-        flies = fragment.flight is not None and fragment.flight.delta is fragment.own
+        flies = fragment.flight is not None and fragment.flight.round.delta is fragment.own
         if buffers:
             buffers.give(fragment.deviation, *fragment.deviation_state.values(), None if flies else fragment.own)
         fragment.deviation, fragment.own, fragment.deviation_state = None, None, {}

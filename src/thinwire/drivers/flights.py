@@ -12,11 +12,12 @@ from torch import Tensor
 from thinwire.comm.group import Group
 from thinwire.drivers.anchor_digests import AnchorDigests
 from thinwire.drivers.base import Driver, Training
-from thinwire.drivers.fragment import FragmentState, RoundUpdate, first_state
+from thinwire.drivers.flight import Flight
+from thinwire.drivers.fragment import first_state
 from thinwire.drivers.handshake import agree_on_start, check_start, introduce
 from thinwire.drivers.rounds import RoundPipeline
 from thinwire.drivers.saved_state import delta_in_flight, tensors_to_save
-from thinwire.drivers.token_weights import check_weighing
+from thinwire.drivers.token_weights import FactOfAll, check_weighing
 from thinwire.pieces.aggregate import Mean
 from thinwire.pieces.partition import Fragment
 
@@ -69,53 +70,62 @@ class Flights:
         self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
         self.pipeline.monitor.own_step = lambda: training.step
         self.buffers = self.pipeline.context.buffers
-        agreed = training.strategy.exchange.agrees and not training.strategy.exchanges_gradients
+        agreed = training.strategy.exchange.traits.agrees and not training.strategy.exchanges_gradients
         self.digests = AnchorDigests(training, group) if agreed and group.size > 1 else None
 
-    def depart(self, update: RoundUpdate, began: float, scheduled: bool = True) -> None:
-        """Begin the round of `update`. `began` is the time at which work for this departure began; for `scheduled` see
+    def depart(self, flight: Flight, began: float, scheduled: bool = True) -> None:
+        """Begin the round of `flight`. `began` is the time at which work for this departure began; for `scheduled` see
         `RoundPipeline.launch`."""
-        training = self.training
+        training, state, checks = self.training, flight.round, list[Callable[[], None]]()
         # Unlike data show in the first values, so this costs little; only the first rounds and some later ones look. Frozen parameters also.
-        looks = update.number < _FIRST_ROUNDS or update.number % _ROUNDS_BETWEEN_LOOKS == 0
-        update.compares = (
-            looks and not self._alike_said and self.group.size > 1 and type(training.strategy.aggregate) is Mean
-        )
-        if looks and update.fragment.index == 0 and self.group.size > 1 and training.strategy.exchange.agrees:
-            update.sample = training.frozen.sample()
-        if self.digests:
-            update.compared = self.digests.departs(update, self.pipeline.facts)
-        self.pipeline.launch(update, training.stall_seconds, scheduled)
-        fields = {"fragment": update.fragment.index, "round": update.number, "nbytes": update.nbytes}
+        looks = state.number < _FIRST_ROUNDS or state.number % _ROUNDS_BETWEEN_LOOKS == 0
+        looks &= self.group.size > 1
+        flight.compares = looks and not self._alike_said and type(training.strategy.aggregate) is Mean
+        if looks and flight.fragment.index == 0 and training.strategy.exchange.traits.agrees:
+            sample = training.frozen.sample()
+            if sample:
+                told = self.pipeline.facts(flight, 1, sample, "frozen parameters")
+                checks.append(partial(_compare_frozen, flight, sample, told))
+        if self.digests and (compare := self.digests.departs(flight, self.pipeline.facts)):
+            checks.append(compare)
+        self.pipeline.launch(flight, training.stall_seconds, scheduled, checks=checks)
+        fields = {"fragment": flight.fragment.index, "round": state.number, "nbytes": flight.nbytes}
         training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
 
-    def depart_again(self, update: RoundUpdate) -> None:
-        """Begin the round of `update`, which was in flight when the checkpoint was saved."""
-        self.pipeline.launch(update, self.training.stall_seconds, scheduled=False, resumed=True)
+    def depart_again(self, flight: Flight) -> None:
+        """Begin the round of `flight`, which was in flight when the checkpoint was saved."""
+        self.pipeline.launch(flight, self.training.stall_seconds, scheduled=False, resumed=True)
 
-    def land(self, update: RoundUpdate) -> Callable[[], None]:
-        """Wait for `update`, and report its arrival. Returns a function that reports the landing; call it after commit or discard."""
+    def land(self, flight: Flight) -> None:
+        """Wait for `flight`, and report its arrival. Call `landed` after commit or discard."""
         training = self.training
-        began = training.clock()
-        self.pipeline.wait(update)
-        stall = training.clock() - began
-        training.stall_seconds += stall
-        self.heard(update)
-        self.pipeline.landed(update, began)
-        fields = {"fragment": update.fragment.index, "round": update.number}
+        flight.landing = training.clock()
+        self.pipeline.wait(flight)
+        flight.stall_seconds = training.clock() - flight.landing
+        training.stall_seconds += flight.stall_seconds
+        self.heard(flight)
+        fields = {"fragment": flight.fragment.index, "round": flight.round.number}
         training.observe(
-            "flight", training.step, **fields, nbytes=update.nbytes_sent, begin=update.begin, end=update.end,
-            queued_seconds=update.queued_seconds, transfer_seconds=update.transfer_seconds,
+            "flight", training.step, **fields, nbytes=flight.nbytes_sent, begin=flight.begin, end=flight.end,
+            queued_seconds=flight.queued_seconds, transfer_seconds=flight.transfer_seconds,
         )  # fmt: skip
-        if not self._alike_said and update.good and update.alike:
+        if not self._alike_said and flight.good and flight.alike:
             self._alike_said = True
             training.warn(_SAME_DATA.format(size=self.group.size))
-        if update.unlike:
+        if flight.unlike:
             training.frozen.warn(training.frozen.changed(), training.warn)
-        if not update.good:
-            reason = "NaN or infinity in the delta" if update.refused_by else "the anchor would not be finite"
-            training.observe("refused", training.step, **fields, by=list(update.refused_by), reason=reason)
-        return partial(self._landed, update.fragment, fields, began, stall)
+        if not flight.good:
+            reason = "NaN or infinity in the delta" if flight.refused_by else "the anchor would not be finite"
+            training.observe("refused", training.step, **fields, by=list(flight.refused_by), reason=reason)
+
+    def landed(self, flight: Flight) -> None:
+        """Report that `flight` has landed."""
+        if self.digests:
+            self.digests.landed(flight.fragment)
+        training, fields = self.training, {"fragment": flight.fragment.index, "round": flight.round.number}
+        began, stall = flight.landing, flight.stall_seconds
+        spent = training.clock() - began - stall
+        training.observe("land", training.step, **fields, begin=began, stall_seconds=stall, seconds_spent=spent)
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> list[tuple[int, int, int, Tensor]]:
         """As `Training.load_state`. Returns the flights in the order of departure: its step, the fragment, the number of the round, and a copy
@@ -130,15 +140,9 @@ class Flights:
             self.digests.begin()
         return [(step, index, number, delta_in_flight(fragments[index], tensors)) for step, index, number in flights]
 
-    def heard(self, update: RoundUpdate) -> None:
+    def heard(self, flight: Flight) -> None:
         """Take over the request to stop; all replicas learn of it in the same round."""
-        self.training.stopping |= update.stop
-
-    def _landed(self, fragment: FragmentState, fields: dict[str, int], began: float, stall: float) -> None:
-        if self.digests:
-            self.digests.landed(fragment)
-        training, spent = self.training, self.training.clock() - began - stall
-        training.observe("land", training.step, **fields, begin=began, stall_seconds=stall, seconds_spent=spent)
+        self.training.stopping |= flight.stop
 
     def request_stop(self) -> None:
         """Ask all replicas to stop, with the next round that departs."""
@@ -173,6 +177,11 @@ class Flights:
         self.pipeline.close()
         if self.digests:
             self.digests.close()
+
+
+def _compare_frozen(flight: Flight, sample: bytes, told: FactOfAll) -> None:
+    """Find out whether the frozen parameters of another replica have another `sample`. Raises `LinkError`."""
+    flight.unlike = set(told.wait().values()) != {sample}
 
 
 class FixedGroupDriver(Driver):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import Group
 from thinwire.drivers.base import Training
+from thinwire.drivers.flight import Flight
 from thinwire.drivers.flights import FixedGroupDriver, Flights
-from thinwire.drivers.fragment import RoundUpdate
 from thinwire.drivers.handshake import agree_on_resume, agree_on_weights, digest
 from thinwire.drivers.module_state import gradient, put_gradient, reshard, separate_gradients
 from thinwire.errors import ModelError, NonFiniteError
@@ -56,31 +56,31 @@ class GradientDriver(FixedGroupDriver):
             partial = any(parameter.grad is None for _, parameter in fragment.fragment.parameters)
             for (_, parameter), (_, into) in zip(fragment.fragment.parameters, fragment.slices(delta)):
                 into.copy_(gradient(parameter))
-            update = fragment.begin_round(training.strategy, delta, training.step, buffers)
-            update.partial = partial
-            self._flights.depart(update, training.clock())
-        updates = [fragment.flight for fragment in training.fragments if fragment.flight]
-        landings = [self._flights.land(update) for update in updates]
-        refused = not all(update.good for update in updates)
-        for update, landed in zip(updates, landings):
-            self._take(update, refused)
-            landed()
+            state = fragment.begin_round(training.strategy, delta, training.step, partial=partial)
+            self._flights.depart(Flight(state, buffers), training.clock())
+        flights = [fragment.flight for fragment in training.fragments if fragment.flight]
+        for flight in flights:
+            self._flights.land(flight)
+        refused = not all(flight.good for flight in flights)
+        for flight in flights:
+            self._take(flight, refused)
+            self._flights.landed(flight)
         if refused:
             self._stepped.check()
 
-    def _take(self, update: RoundUpdate, refused: bool) -> None:
+    def _take(self, flight: Flight, refused: bool) -> None:
         """Write the mean into the gradients, or None if a round of this step was `refused`."""
-        mean = update.fragment.anchor if update.anchor is None else update.anchor
-        for (_, parameter), (_, values) in zip(update.fragment.fragment.parameters, update.fragment.slices(mean)):
+        mean = flight.fragment.anchor if flight.anchor is None else flight.anchor
+        for (_, parameter), (_, values) in zip(flight.fragment.fragment.parameters, flight.fragment.slices(mean)):
             # Parameters without a gradient send zeros; if there are some, and the mean is exactly zero, all replicas skip them.
-            if refused or (update.partial and not bool(values.any())):
+            if refused or (flight.partial and not bool(values.any())):
                 parameter.grad = None
             else:
                 put_gradient(parameter, values)
         if refused:
-            update.discard()
+            flight.discard()
         else:
-            update.commit()
+            flight.commit()
 
     def after_inner_step(self) -> None:
         self._exchanged = False

@@ -10,60 +10,31 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from thinwire.codecs import Identity
 from thinwire.codecs.base import Pacer
 from thinwire.comm.group import Group, gather
-from thinwire.drivers.fragment import RoundUpdate
+from thinwire.drivers.flight import Flight
 from thinwire.drivers.loop_warnings import silent
 from thinwire.drivers.monitor import ROUND, Monitor, WatchedGroup, done_in
-from thinwire.drivers.token_weights import FactOfAll, TokenCount, weigh
+from thinwire.drivers.token_weights import FactOfAll, TokenCount
 from thinwire.errors import DisagreementError, LinkError, PeerError
-from thinwire.exchange import Round, SendContext
-from thinwire.exchange.chunks import cut
+from thinwire.exchange import Arrival, Arriving, Round, SendContext
 from thinwire.exchange.record import recorded
-from thinwire.exchange.round import Outgoing
 from thinwire.exchange.send_queue import JobThread
-from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
-from thinwire.packet import PARTIAL, REFUSED, STOP, payload
-from thinwire.pieces.policy import Deciding
+from thinwire.exchange.stage import MOST_STAGES, tag_of
+from thinwire.packet import PARTIAL, REFUSED, STOP
+from thinwire.pieces.policy import Deciding, Decision
 from thinwire.pieces.schedule import Adaptive
 from thinwire.rng import Key
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
-
-
-class PolicyMessage:
-    """A message of `numel` numbers from replica 0 to all others, for the policy of a round.
-
-    `decide` computes them on replica 0.
-    """
-
-    def __init__(self, round_: Round, decide: Callable[[], Tensor]) -> None:
-        self.round = round_
-        self._stage = Stage(round_, round_.codec, MOST_STAGES - 1, purpose="policy")
-        (message,) = cut(round_.codec, 0, round_.numel)
-        self._own: Outgoing | None = None
-        if round_.rank == 0:  # sent after the round's other messages, which do not wait for it
-            self._own = self._stage.send(0, message, round_.peers, lambda begin, end: decide()[begin:end], round_.key)
-        else:
-            self._stage.expect({0: (message,)})
-
-    def arrive(self) -> Tensor:
-        """The numbers. Raises `LinkError`, `PacketError`."""
-        self._stage.receive(0)
-        packet = self._stage.packet(0, 0) if self._own is None else self._own.wait()
-        told = torch.zeros(self.round.numel)
-        self.round.codec.decode_add(payload(packet), told, self.round.key)
-        self.round.close()
-        return told
 
 
 class RoundPipeline:
@@ -99,43 +70,55 @@ class RoundPipeline:
         self._inbound = JobThread("thinwire-inbound")
         self._launched = itertools.count()
 
-    def launch(self, update: RoundUpdate, stalled: float, scheduled: bool, resumed: bool = False) -> None:
-        """Send the delta of `update`, and write the results there; its `arrival` is done when it may land.
+    def launch(
+        self, flight: Flight, stalled: float, scheduled: bool, resumed: bool = False,
+        checks: Sequence[Callable[[], None]] = (),
+    ) -> None:  # fmt: skip
+        """Send what departs, and write the results into `flight`; its `arrival` is done when it may land.
 
         `stalled` are the seconds that the main thread has waited for landings so far. `scheduled` is false if several rounds depart at
-        once, when training has ended or resumes from a checkpoint; `resumed` is true in the second case.
+        once, when training has ended or resumes from a checkpoint; `resumed` is true in the second case. `checks` are called when all has
+        arrived; they may wait for the others, and raise.
         """
-        begin, group = self.clock(), self.context.group
-        update.begin = begin
-        update.operation = self.monitor.begin(
-            f"{ROUND}{update.number} of fragment {update.fragment.index}", update.departed + self._ahead
+        begin, group, state, fragment = self.clock(), self.context.group, flight.round, flight.fragment
+        key, numel = Key(self.seed, fragment.index, state.number, group.rank), state.delta.numel()
+        flight.begin = begin
+        flight.operation = self.monitor.begin(
+            f"{ROUND}{state.number} of fragment {fragment.index}", state.departed + self._ahead
         )
-        update.nbytes = self.exchange.nbytes_sent(update.codec, update.delta.numel(), group.size, group.rank)
-        counts = None
-        if update.trained:
-            key = Key(self.seed, update.fragment.index, update.number, group.rank)
-            counts = TokenCount(group, tag_of(key, MOST_STAGES - 2), update.trained - update.fragment.counted)
-        samples = None
-        if update.sample:
-            samples = self.facts(update, 1, update.sample, "frozen parameters")
-        order = (update.lands, next(self._launched))
-        own = self._step_timer.departs(update.departed, begin - stalled)
+        flight.nbytes = self.exchange.nbytes_sent(flight.codec, numel, group.size, group.rank)
+        if state.tokens:
+            flight.counts = TokenCount(group, tag_of(key, MOST_STAGES - 2), state.tokens - fragment.counted)
+        own_seconds = self._step_timer.departs(state.departed, begin - stalled)
         if self._pacer:
-            left = (update.lands - update.departed) * own if scheduled or resumed else math.inf
-            self._pacer.before_send(update, begin, left)
-        departure = self.context.send_queue.put(order, lambda: self._depart(update, order, counts))
-        update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled, samples)
+            left = (state.lands - state.departed) * own_seconds if scheduled or resumed else math.inf
+            self._pacer.before_send(flight, begin, left)
+        order = (state.lands, next(self._launched))
+        round_ = Round(
+            self.context, flight.codec, numel, key, flight.signal, STOP * self.stop_requested | PARTIAL * state.partial,
+            order, state.departed, self._aggregate, fragment.aggregate, anchor=fragment.anchor, device=fragment.device,
+            decodes_own=flight.decodes_own, on_stream=flight.on_stream,
+        )  # fmt: skip
+        send = self.context.send_queue
+        departed = send.put(order, partial(self.exchange.depart, round_, fragment.exchange))
+        policy = self._deciding
+        decision = send.put(order, partial(policy.before_send, fragment.codec, round_)) if policy else None
+        flight.arrival = self._inbound.submit(
+            self._arrive, flight, round_, departed, decision, checks, own_seconds, scheduled
+        )
 
-    def facts(self, update: RoundUpdate, index: int, own: bytes, purpose: str) -> FactOfAll:
-        """Send `own` to all others as the message `index` (from 1) about the round of `update`."""
+    def facts(self, flight: Flight, index: int, own: bytes, purpose: str) -> FactOfAll:
+        """Send `own` to all others as the message `index` (from 1) about the round of `flight`."""
         group = self.context.group
-        key = Key(self.seed, update.fragment.index, update.number, group.rank)
+        key = Key(self.seed, flight.fragment.index, flight.round.number, group.rank)
         return FactOfAll(group, tag_of(key, MOST_STAGES - 1, index), own, purpose)  # the policy's stage has one message
 
-    def wait(self, update: RoundUpdate) -> None:
-        """Wait until `update` has arrived. Raises the error of the exchange, and as `Monitor.wait`."""
-        self.monitor.wait(done_in(update.arrival), update.operation)
-        update.wait()
+    def wait(self, flight: Flight) -> None:
+        """Wait until `flight` has arrived. Raises the error of the exchange, and as `Monitor.wait`."""
+        self.monitor.wait(done_in(flight.arrival), flight.operation)
+        flight.wait()
+        if self._pacer:
+            self._pacer.on_land(late=flight.end > flight.landing)
 
     def gather(self, payload: bytes, limit: int, purpose: str, step: int) -> list[bytes]:
         """Gather like `comm.group.gather`, after `step` on all replicas. Raises as `Monitor.run`."""
@@ -143,11 +126,6 @@ class RoundPipeline:
         return self.monitor.run(
             lambda: gather(self.context.group, payload, limit, purpose, operation), f"the gather of {purpose}", step
         )
-
-    def landed(self, update: RoundUpdate, began: float) -> None:
-        """Record that `update` has landed, for which training waited from `began` on."""
-        if self._pacer:
-            self._pacer.on_land(late=update.end > began)
 
     def close(self) -> None:
         """Drop rounds that have not started; rounds in progress end with the group, and nobody observes them."""
@@ -157,105 +135,57 @@ class RoundPipeline:
         self.monitor.close()
 
     @torch.no_grad()
-    def _depart(
-        self, update: RoundUpdate, order: tuple[int, int], counts: TokenCount | None
-    ) -> tuple[Round, Any, PolicyMessage | None]:
-        if counts:
-            try:
-                update.share = counts.share()
-            except LinkError as error:
-                raise self.monitor.explained(error, update.operation) from error
-        signal, _ = weigh(update, update.share)
-        key = Key(self.seed, update.fragment.index, update.number, self.context.group.rank)
-        flags = STOP * self.stop_requested | PARTIAL * update.partial
-        numel = update.delta.numel()
-        round_ = Round(
-            self.context,
-            update.codec,
-            numel,
-            key,
-            signal,
-            flags,
-            order,
-            update.departed,
-            self._aggregate,
-            update.fragment.aggregate,
-            anchor=update.fragment.anchor,
-            device=update.fragment.device,
-            on_stream=update.on_stream,
-        )
-        return round_, self.exchange.depart(round_, update.fragment.exchange), self._policy_message(update, round_)
-
-    def _policy_message(self, update: RoundUpdate, round_: Round) -> PolicyMessage | None:
-        policy, codec = self._deciding, update.fragment.codec
-        if policy is None or not (count := policy.tells(codec, update.number)):
-            return None
-        own = Round(
-            self.context, Identity(), count, round_.key, round_.signal, 0, round_.order, round_.step,
-            on_stream=update.on_stream,
-        )  # fmt: skip
-        return PolicyMessage(own, lambda: policy.decide(codec, update.signal, round_.numel, round_.key))
-
-    @torch.no_grad()
     def _arrive(
-        self,
-        departed: Future[tuple[Round, Any, PolicyMessage | None]],
-        update: RoundUpdate,
-        own_seconds: float,
-        scheduled: bool,
-        samples: FactOfAll | None,
-    ) -> None:
-        with update.on_stream():
-            self._receive(*departed.result(), update, own_seconds, scheduled, samples)
-
-    def _receive(
-        self,
-        round_: Round,
-        departure: Any,
-        notice: PolicyMessage | None,
-        update: RoundUpdate,
-        own_seconds: float,
-        scheduled: bool,
-        samples: FactOfAll | None,
-    ) -> None:
+        self, flight: Flight, round_: Round, departed: Future[Any], decided: Future[Decision | None] | None,
+        checks: Sequence[Callable[[], None]], own_seconds: float, scheduled: bool,
+    ) -> None:  # fmt: skip
+        """Receive the others' packets, take the outer step, and decide with the site whether the round is good."""
         over = False
-        try:
-            _, settle = weigh(update, update.share)
-            arrival = self.exchange.arrive(departure, settle)
-            if notice and self._deciding is not None:
-                update.policy = self._deciding.told(update.fragment.codec, notice.arrive())
-            update.unlike = samples is not None and set(samples.wait().values()) != {update.sample}
-            if update.compared:
-                update.compared()
-            over = True
-        except PeerError as error:
-            own = round_.own_failure()
-            if own is not None:
-                raise own from None
-            if isinstance(error, LinkError):
-                raise self.monitor.explained(error, update.operation) from error
-            if isinstance(error, DisagreementError):
-                raise self.monitor.disagree(error) from error
-            raise
-        finally:
-            if recorded(update.number) or not over:
-                names = [str(rank) for rank in range(round_.size)]
-                record = replace(round_.record(names, own_seconds, over), scheduled=scheduled)
-                of_log = record.shifted(self.clock() - self.context.clock())  # by the clock of all events
-                self._observe("wire", update.departed, **of_log.facts())
+        with flight.on_stream():
+            departure = departed.result()
+            try:
+                arriving = Arriving(self.exchange.arrive(departure))
+                for begin, mean, own in arriving:
+                    flight.settle(begin, mean, own)
+                round_.close()
+                if decided and (decision := decided.result()):
+                    flight.policy = decision.on_arrival()
+                for check in checks:
+                    check()
+                over = True
+            except PeerError as error:
+                cause = round_.own_failure() or error  # errors of peers that miss a message follow from an own one
+                if isinstance(cause, LinkError):
+                    raise self.monitor.explained(cause, flight.operation) from cause
+                if isinstance(cause, DisagreementError):
+                    raise self.monitor.disagree(cause) from cause
+                raise cause from None
+            finally:
+                if recorded(flight.round.number) or not over:
+                    self._record(flight, round_, own_seconds, over, scheduled)
+            self._decide(flight, round_, arriving.arrival)
+
+    def _record(self, flight: Flight, round_: Round, own_seconds: float, over: bool, scheduled: bool) -> None:
+        names = [str(rank) for rank in range(round_.size)]
+        record = replace(round_.record(names, own_seconds, over), scheduled=scheduled)
+        of_log = record.shifted(self.clock() - self.context.clock())  # by the clock of all events
+        self._observe("wire", flight.round.departed, **of_log.facts())
+
+    def _decide(self, flight: Flight, round_: Round, arrival: Arrival) -> None:
+        """Finish the flight, and have all ranks of the site accept or refuse it together."""
         tolerated = self._aggregate.tolerates(round_.size)
         void = arrival.void or sum(bool(f & REFUSED) for f in arrival.flags) > tolerated
-        verdict = 0 if not void and update.finish() else REFUSED
-        update.close()
+        verdict = 0 if not void and flight.finish() else REFUSED
+        flight.close()
         flags = or_flags(self.site, (*arrival.flags, verdict), ROUNDS)
-        update.exchange, update.aggregate = arrival.state, round_.after or update.fragment.aggregate
-        update.good = not flags[-1] & REFUSED and sum(bool(f & REFUSED) for f in flags) <= tolerated
-        update.refused_by = tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED)
-        if update.good and round_.rank in update.refused_by:
-            update.keep_own_state()
-        update.stop, update.partial = any(f & STOP for f in flags), any(f & PARTIAL for f in flags)
-        update.end, update.nbytes_sent = self.clock(), round_.nbytes_sent
-        update.queued_seconds, update.transfer_seconds = round_.times()
+        flight.exchange, flight.aggregate = arrival.state, round_.after or flight.fragment.aggregate
+        flight.good = not flags[-1] & REFUSED and sum(bool(f & REFUSED) for f in flags) <= tolerated
+        flight.refused_by = tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED)
+        if flight.good and round_.rank in flight.refused_by:
+            flight.keep_own_state()
+        flight.stop, flight.partial = any(f & STOP for f in flags), any(f & PARTIAL for f in flags)
+        flight.end, flight.nbytes_sent = self.clock(), round_.nbytes_sent
+        flight.queued_seconds, flight.transfer_seconds = round_.times()
 
 
 def _pacer(strategy: Strategy) -> Pacer | None:

@@ -70,8 +70,10 @@ def _tensors(fragment: FragmentState) -> dict[str, Tensor]:
         named |= {f"{_FILTER}{number}.{name}": value for name, value in state.items()}
     named |= {_POLICY + name: value for name, value in fragment.policy.items()}
     named |= {_GUARD + name: value for name, value in fragment.guard.items()}
-    if fragment.flight and fragment.flight.delta is not fragment.own:  # the same tensor is saved only once, as `own`
-        named |= {"delta": fragment.flight.delta}
+    if (
+        fragment.flight and fragment.flight.round.delta is not fragment.own
+    ):  # the same tensor is saved only once, as `own`
+        named |= {"delta": fragment.flight.round.delta}
     return {name: value for name, value in named.items() if value is not None}
 
 

@@ -2,9 +2,7 @@
 
 {"replica-1": {                  or "replica-1.shard-0", or the name of a member: many replicas may share one checkpoint
     "0.anchor": Tensor, ...      tensors that a fragment always has
-    "passing": bytes             safetensors: tensors that exist only at times, such as deltas in flight
-    "optimizer": bytes           safetensors: what the optimizer holds in its attributes, beside its state dict,
-    "tree": str                  and JSON
+    "passing": bytes             safetensors: tensors that exist only at times: deltas in flight, what the optimizer holds
     "facts": str                 JSON
     "strategy": str}}
 """
@@ -24,9 +22,9 @@ from thinwire.drivers.base import Training
 from thinwire.drivers.saved_state import passing
 from thinwire.errors import CheckpointError
 from thinwire.files import parsed
-from thinwire.state_tree import Packed
+from thinwire.pieces.optimizer_attributes import without_attributes
 
-_BESIDE = ("passing", "optimizer", "tree", "facts", "strategy")
+_BESIDE = ("passing", "facts", "strategy")
 
 
 def owner(group: Group | ElasticGroup, site: Group | None) -> str:
@@ -74,25 +72,16 @@ def _check_strategy(saved: object, strategy: object) -> None:
         )
 
 
-def pack_state(
-    owner: str, strategy: object, state: tuple[dict[str, Tensor], dict[str, Any]], attributes: Packed | None
-) -> dict[str, Any]:
-    """The `state` of the replica `owner`, and what its optimizer holds in its attributes."""
+def pack_state(owner: str, strategy: object, state: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, Any]:
+    """The `state` of the replica `owner`."""
     tensors, facts = state
-    at_times = {name: value for name, value in tensors.items() if passing(name)}
-    held = attributes or Packed(None, {})
-    beside = (_bytes(at_times), _bytes(held.tensors), json.dumps(held.json), json.dumps(facts), repr(strategy))
-    return {owner: {name: t for name, t in tensors.items() if name not in at_times} | dict(zip(_BESIDE, beside))}
+    (of_fragments, _), _ = without_attributes(state)
+    always = {name: value for name, value in of_fragments.items() if not passing(name)}
+    at_times = {name: value.detach().cpu().contiguous() for name, value in tensors.items() if name not in always}
+    return {owner: always | dict(zip(_BESIDE, (save(at_times), json.dumps(facts), repr(strategy))))}
 
 
-def _bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    made: bytes = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
-    return made
-
-
-def unpack_state(
-    owner: str, strategy: object, saved: Mapping[str, Any]
-) -> tuple[tuple[dict[str, Tensor], dict[str, Any]], Packed | None]:
+def unpack_state(owner: str, strategy: object, saved: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The inverse of `pack_state`. Raises `CheckpointError` if there is no state of `owner`, or it belongs to another strategy, or is
     damaged."""
     if owner not in saved:
@@ -101,11 +90,9 @@ def unpack_state(
             "before, each with its own rank or name."
         )
     own = dict(saved[owner])
-    at_times, held, tree, facts, saved_strategy = (own.pop(name, None) for name in _BESIDE)
+    at_times, facts, saved_strategy = (own.pop(name, None) for name in _BESIDE)
     _check_strategy(saved_strategy, strategy)
     try:
-        attributes = parsed(json.loads, tree)
-        state = own | load(at_times), dict(parsed(json.loads, facts))
-        return state, None if attributes is None else Packed(attributes, load(held))
+        return own | load(at_times), dict(parsed(json.loads, facts))
     except (SafetensorError, ValueError, TypeError) as error:
         raise CheckpointError(f"the state of {owner} in the checkpoint is damaged: {error}.") from error

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from thinwire.comm.group import Group
-from thinwire.drivers.fragment import RoundUpdate
 from thinwire.errors import CheckpointError, ConfigurationError, PacketError
 from thinwire.strategy import Strategy
 
@@ -38,7 +35,7 @@ def cannot_weigh(strategy: Strategy) -> str:
     """The part of `strategy` that cannot weigh deltas in a fixed group; "" if all of it can."""
     refused = {
         "Gradients(), whose replicas step together": strategy.exchanges_gradients,
-        f"{strategy.exchange}, whose rule weighs neighbours": not strategy.exchange.agrees,
+        f"{strategy.exchange}, whose rule weighs neighbours": not strategy.exchange.traits.agrees,
         f"{strategy.merge}, which counts its own delta as one of M": strategy.merge.eager,
         f"{strategy.aggregate}, which is not a mean": not strategy.aggregate.linear,
         f"{strategy.codec}, which divides by the number of those who sent a value": strategy.codec.joint,
@@ -106,18 +103,3 @@ class TokenCount:
                     f"replica {peer} sent {count} as the number of tokens of its delta; check that replica."
                 )
         return self._own * self._group.size / math.fsum((self._own, *counts.values()))
-
-
-def weigh(
-    update: RoundUpdate, share: float
-) -> tuple[Callable[[int, int], Tensor], Callable[[int, Tensor, Callable[[], Tensor]], None]]:
-    """`signal` and `settle` of `update`; the delta is multiplied by `share`."""
-
-    def signal(begin: int, end: int) -> Tensor:
-        values = update.signal(begin, end)
-        return values if share in (0.0, 1.0) else values * share
-
-    def settle(begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
-        update.settle(begin, mean, sent if share in (0.0, 1.0) else lambda: sent() / share)
-
-    return signal, settle

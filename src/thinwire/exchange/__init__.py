@@ -7,8 +7,11 @@ from thinwire.lazy import lazily
 if TYPE_CHECKING:
     from thinwire.exchange.all_reduce import AllReduce as AllReduce
     from thinwire.exchange.base import Arrival as Arrival
+    from thinwire.exchange.base import Arriving as Arriving
     from thinwire.exchange.base import Exchange as Exchange
-    from thinwire.exchange.base import Settle as Settle
+    from thinwire.exchange.base import ExchangeTraits as ExchangeTraits
+    from thinwire.exchange.base import Range as Range
+    from thinwire.exchange.base import Ranges as Ranges
     from thinwire.exchange.buffers import Buffers as Buffers
     from thinwire.exchange.direct import Direct as Direct
     from thinwire.exchange.hierarchy import Hierarchy as Hierarchy
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AllReduce": "all_reduce",
-    **dict.fromkeys(("Arrival", "Exchange", "Settle"), "base"),
+    **dict.fromkeys(("Arrival", "Arriving", "Exchange", "ExchangeTraits", "Range", "Ranges"), "base"),
     "Buffers": "buffers",
     "Direct": "direct",
     "Hierarchy": "hierarchy",

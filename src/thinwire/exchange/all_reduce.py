@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.base import Arrival, Arriving, Exchange, Range, Ranges
 from thinwire.exchange.chunks import PIECE_NUMEL
 from thinwire.exchange.round import Round
 from thinwire.exchange.two_shot import Reduction, reduction_nbytes
@@ -59,10 +59,8 @@ class AllReduce(Exchange):
     def depart(self, round_: Round, state: State) -> _Phases:
         return _Phases(round_, state)
 
-    def arrive(self, departure: _Phases, settle: Settle) -> Arrival:
-        arrival = departure.arrive(settle)
-        departure.round.close()
-        return arrival
+    def arrive(self, departure: _Phases) -> Ranges:
+        return (yield from departure.arrive())
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return sum(reduction_nbytes(values, count, size, rank or 0) for values, count in _phases(codec, numel))
@@ -100,24 +98,22 @@ class _Phases:
             reduction.expect()
         self._reductions[0].send(self._project if self._codec.linear else round_.signal)
 
-    def arrive(self, settle: Settle) -> Arrival:
+    def arrive(self) -> Ranges:
         if not self._codec.linear:
-            return replace(self._reductions[0].arrive(settle), state=self._state)
+            return replace((yield from self._reductions[0].arrive()), state=self._state)
         flags, void = [0] * self.round.size, False
         for number, reduction in enumerate(self._reductions):
             if number:
                 reduction.send(self._silence if void else self._project)
             mean = self.round.context.buffers.floats(reduction.numel)
-
-            def collect(begin: int, part: Tensor, _: object, mean: Tensor = mean) -> None:
+            arriving = Arriving(reduction.arrive())
+            for begin, part, _ in arriving:
                 mean[begin : begin + part.numel()] = part
-
-            arrival = reduction.arrive(collect)
-            flags = [a | b for a, b in zip(flags, arrival.flags)]
-            void |= arrival.void
+            flags = [a | b for a, b in zip(flags, arriving.arrival.flags)]
+            void |= arriving.arrival.void
             self._means.append(mean)
         if not void:
-            self._expand(settle)
+            yield from self._expand()
         after = self._after() if self._goes_on and not void else self._state
         self.round.context.buffers.give(*self._means)
         return Arrival(tuple(flags), after, void)
@@ -139,16 +135,10 @@ class _Phases:
         """Zeros for the remaining messages of a failed round, because peers wait for them."""
         return torch.zeros(end - begin)
 
-    def _expand(self, settle: Settle) -> None:
+    def _expand(self) -> Iterator[Range]:
         codec, numel, key = self._codec, self.round.numel, self.round.key
         estimate = codec.expand(tuple(self._means), numel, key)
-        made: list[Tensor] = []
-
-        def sent(begin: int, end: int) -> Tensor:
-            if not made:
-                made.append(codec.expand((*self._means[:-1], self._own[-1]), numel, key))
-            return made[0][begin:end]
-
+        own = codec.expand((*self._means[:-1], self._own[-1]), numel, key) if self.round.decodes_own else None
         for begin in range(0, max(1, numel), PIECE_NUMEL):
             end = min(begin + PIECE_NUMEL, numel)
-            settle(begin, estimate[begin:end], partial(sent, begin, end))
+            yield Range(begin, estimate[begin:end], None if own is None else own[begin:end])

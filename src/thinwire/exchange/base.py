@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,38 +20,46 @@ from thinwire.types import State
 if TYPE_CHECKING:
     from thinwire.comm.uplink import Link
 
-Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]
-"""Called with the index of the first element, the estimate from there on, and a function that returns the values of this replica's own
-packets for the same elements, NaN where it refused and the aggregate tolerates that. Both tensors are valid only during the call."""
+
+@dataclass(frozen=True)
+class ExchangeTraits:
+    """What an exchange can do, and what it needs.
+
+    Args:
+        gathers: all replicas' values of a range are in one place at once, as an `Aggregate` that is not linear needs.
+        agrees: the estimate has the same bits on all replicas; if not, each trains its own weights, which stay near each other (`Gossip`).
+        multiplies: it computes the inner products of all replicas' values of a whole fragment before it aggregates any range.
+        needs_hub: a hub of the carrier must average; its rank follows those of all replicas (`WithHub`).
+        sends_own: the codec encodes values of single replicas, and not sums of them.
+
+    >>> ExchangeTraits(gathers=True).agrees
+    True
+    """
+
+    gathers: bool = False
+    agrees: bool = True
+    multiplies: bool = False
+    needs_hub: bool = False
+    sends_own: bool = True
 
 
 @runtime_checkable
 class Exchange(Protocol):
-    """Turns all replicas' values of a fragment into one estimate of their mean, with the same bits on all if it `agrees`.
+    """Turns all replicas' values of a fragment into one estimate of their mean, with the same bits on all if its `traits` say that it `agrees`.
 
     It has two halves, so that several rounds share the link: `depart` starts receiving and sending; `arrive` waits, decodes
-    and hands over the estimate range by range. An exchange may keep a state for each fragment: `init` makes it, and
-    `arrive` returns the next one without changing the present one, so a failed round changes nothing.
+    and yields the estimate range by range. An exchange may keep a state for each fragment: `init` makes it, and
+    it returns the next one without changing the present one, so a failed round changes nothing.
 
     Laws (tests/exchange/test_exchanges.py): the estimate depends on the sent bytes only;
     `nbytes_sent` equals the ledger's count for the purpose "packet"; `check` refuses a codec that does not fit.
-    A subclass writes the four abstract methods, and declares its other properties.
+    A subclass writes the four abstract methods, and declares its `traits` and its other properties.
     """
 
     @property
-    def gathers(self) -> bool:
-        """Whether all replicas' values of a range are in one place at once, as an `Aggregate` that is not linear needs."""
-        return False
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the estimate has the same bits on all replicas; if not, each trains its own weights, which stay near each other (`Gossip`)."""
-        return True
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether it computes the inner products of all replicas' values of a whole fragment before it aggregates any range."""
-        return False
+    def traits(self) -> ExchangeTraits:
+        """What it can do, and what it needs."""
+        return ExchangeTraits()
 
     def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
         """Number of elements of a fragment that replica `rank` of `size` aggregates."""
@@ -65,19 +73,9 @@ class Exchange(Protocol):
         return "does not declare that replicas may come and go (needs_fixed_group = '')"
 
     @property
-    def needs_hub(self) -> bool:
-        """Whether a hub of the carrier must average: its rank follows those of all replicas (`WithHub`)."""
-        return False
-
-    @property
     def feedback(self) -> Feedback | None:
         """The feedback of replicas that send a mean of others' values; None if they have none."""
         return None
-
-    @property
-    def sends_own(self) -> bool:
-        """Whether the codec encodes values of single replicas, and not sums of them."""
-        return True
 
     def nbytes_products(self, size: int) -> int:
         """Bytes that a replica of `size` sends for inner products in a round whose aggregate needs them, headers included; the ledger's
@@ -98,7 +96,7 @@ class Exchange(Protocol):
         return self
 
     def driver(self, training: Any, fragments: Sequence[Fragment], group: Group, site: Group | None) -> Any:
-        """The driver of a replica, if this exchange does not `agree`: such replicas hold no anchors."""
+        """The driver of a replica, if this exchange does not agree: such replicas hold no anchors."""
         raise ConfigurationError(
             f"{self} declares that replicas do not agree, and names no driver for them; write its `driver`, or choose an exchange that agrees, "
             "such as Direct()."
@@ -123,8 +121,9 @@ class Exchange(Protocol):
         """Start a round without waiting for peers. The returned value is passed to `arrive`."""
 
     @abstractmethod
-    def arrive(self, departure: Any, settle: Settle) -> Arrival:
-        """Finish the round that `depart` began. Raises `LinkError`, `PacketError`."""
+    def arrive(self, departure: Any) -> Ranges:
+        """Finish the round that `depart` began: yields its `Range`s, and returns the `Arrival`. The caller closes the round. Raises
+        `LinkError`, `PacketError`."""
 
     def largest(self, departure: Any) -> dict[int, float]:
         """The largest absolute value in the packets of each replica after `arrive`, by rank; infinity for one that is not finite. Empty if
@@ -149,11 +148,30 @@ class Exchange(Protocol):
         """Seconds of a round if every replica's uplink is `link`, with no other traffic (predicted)."""
 
 
+class Range(NamedTuple):
+    """A part of the estimate. Both tensors are valid until the next range.
+
+    Args:
+        begin: the number of elements before it.
+        mean: the estimate from there on, of shape (elements,) in fp32.
+        own: what this replica's own packets hold there, of the same shape: NaN where it refused and the aggregate tolerates that. None
+            unless the round `decodes_own`.
+
+    >>> import torch
+    >>> Range(0, torch.zeros(2)).own is None
+    True
+    """
+
+    begin: int
+    mean: Tensor
+    own: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Arrival:
     """The end of a round.
 
-    There is no estimate if it is `void`, or if more flags have `REFUSED` than the aggregate tolerates; discard all values handed over.
+    If it is `void`, or if more flags have `REFUSED` than the aggregate tolerates, the round has no result: drop its values.
 
     Args:
         flags: the flags of each replica in rank order, one number each.
@@ -167,6 +185,41 @@ class Arrival:
     flags: tuple[int, ...]
     state: State
     void: bool = False
+
+
+Ranges = Generator[Range, None, Arrival]
+"""Yields the ranges of an estimate, and returns how the round has ended."""
+
+
+class Arriving:
+    """An iterator over the ranges of a round; `arrival` is known after the last one.
+
+    Args:
+        ranges: of `Exchange.arrive`.
+
+    >>> import torch
+    >>> from thinwire import run_threads
+    >>> from thinwire.codecs import Identity
+    >>> from thinwire.exchange import Direct, Round, SendContext
+    >>> from thinwire.rng import Key
+    >>> def replica(group):
+    ...     delta = torch.tensor([1.0, 3.0]) * group.rank
+    ...     round_ = Round(SendContext(group), Identity(), 2, Key(sender=group.rank), lambda begin, end: delta[begin:end])
+    ...     arriving = Arriving(Direct().arrive(Direct().depart(round_, {})))
+    ...     means = [part.mean.tolist() for part in arriving]
+    ...     round_.close()  # waits until all is sent
+    ...     return means, arriving.arrival.flags
+    >>> run_threads(2, replica)[0]
+    ([[0.5, 1.5]], (0, 0))
+    """
+
+    arrival: Arrival
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._ranges = ranges
+
+    def __iter__(self) -> Iterator[Range]:
+        self.arrival = yield from self._ranges
 
 
 def fits(exchange: Exchange, codec: Codec) -> bool:

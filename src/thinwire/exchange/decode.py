@@ -9,9 +9,8 @@ whole fragment to the aggregate; then `mean` is called. A replica that refused c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -19,9 +18,11 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.codecs import Codec
+from thinwire.exchange.base import Range
 from thinwire.exchange.buffers import CPU, Buffers
 from thinwire.exchange.chunks import CodedRange
-from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.packet import REFUSED, payload
 from thinwire.pieces.aggregate import Values
 from thinwire.rng import Key
@@ -91,20 +92,20 @@ class Decoder:
 
     def pieces(
         self, coded: CodedRange, packets: Mapping[int, Tensor], key: Key, own: Outgoing, flags: Sequence[int]
-    ) -> Iterator[tuple[int, Tensor, Callable[[], Tensor]]]:
-        """The arguments of `Settle` for the range `coded` of all `packets`: in pieces if the codec sends `few` values, otherwise at once."""
+    ) -> Iterator[Range]:
+        """The estimate of the range `coded` of all `packets`: in pieces if the codec sends `few` values, otherwise at once."""
         whole = coded.end - coded.begin
         count = None if self._joins or self._device.type != "cpu" else self._codec.few(whole)
         if count is None:
-            yield coded.begin, self.mean(coded, packets, key, flags=flags), partial(self.own, coded, own, key)
+            yield Range(coded.begin, self.mean(coded, packets, key, flags=flags), self.own(coded, own, key))
             return
         values = [_Few(one, count, self._buffers) for one in self._values(coded, packets, key, flags)]
         for begin in range(0, max(1, whole), PIECE):
             numel = min(PIECE, whole - begin)
             mean = self._room("mean", numel)
             self._aggregate.into(mean, [one.piece(begin, numel) for one in values])
-            mine = replace(values[self._round.rank].piece(begin, numel), refused=bool(own.flags & REFUSED))
-            yield coded.begin + begin, mean, partial(self._own_piece, mine)
+            mine = values[self._round.rank].piece(begin, numel)
+            yield Range(coded.begin + begin, mean, self._own_piece(mine, own) if self._round.decodes_own else None)
         for one in values:
             one.close()
 
@@ -118,8 +119,10 @@ class Decoder:
             for sender in sorted(packets)
         ]  # fmt: skip
 
-    def own(self, coded: CodedRange, outgoing: Outgoing, key: Key) -> Tensor:
-        """The values of the range `coded` in this replica's own packet; NaN if it refused."""
+    def own(self, coded: CodedRange, outgoing: Outgoing, key: Key) -> Tensor | None:
+        """The values of the range `coded` in this replica's own packet, if the round decodes them; NaN if it refused."""
+        if not self._round.decodes_own:
+            return None
         if outgoing.flags & REFUSED:
             return self._room("sent", coded.end - coded.begin).fill_(torch.nan)
         return self.sent(coded, outgoing.packet, key)
@@ -133,9 +136,9 @@ class Decoder:
     def _payload(self, coded: CodedRange, packet: Tensor) -> Tensor:
         return payload(packet)[coded.first : coded.last].to(self._device)
 
-    def _own_piece(self, piece: Values) -> Tensor:
+    def _own_piece(self, piece: Values, own: Outgoing) -> Tensor:
         out = self._room("sent", piece.numel)
-        if piece.refused:
+        if own.flags & REFUSED:
             return out.fill_(torch.nan)
         piece.add_to(out)
         return out

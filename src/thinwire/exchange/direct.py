@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.codecs.base import whole_anywhere
-from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.base import Arrival, Exchange, ExchangeTraits, Range, Ranges
 from thinwire.exchange.buffers import CPU
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
-from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.exchange.stage import Stage
 from thinwire.pieces.aggregate import Mean
 from thinwire.types import State
@@ -50,8 +52,7 @@ class Direct(Exchange):
     Direct()
     """
 
-    gathers: ClassVar[bool] = True
-    multiplies: ClassVar[bool] = True
+    traits: ClassVar[ExchangeTraits] = ExchangeTraits(gathers=True, multiplies=True)
     needs_fixed_group: ClassVar[str] = ""
 
     def depart(self, round_: Round, state: State) -> _Departure:
@@ -63,7 +64,7 @@ class Direct(Exchange):
         ]
         return _Departure(round_, stage, messages, own)
 
-    def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
+    def arrive(self, departure: _Departure) -> Ranges:
         round_, stage, own = departure.round, departure.stage, departure.own
         flags = [0] * round_.size
         there = whole_anywhere(round_.codec) and isinstance(round_.aggregate, Mean)
@@ -77,13 +78,12 @@ class Direct(Exchange):
                 for coded in message.ranges:
                     room.measure(coded, 0, self._packets(departure, index), round_.key, said)
             elif not room.void(flags):
-                self._settle(departure, index, room, said, settle)
+                yield from self._ranges(departure, index, room, said)
         if room.needs_products and not room.void(flags):
             room.choose(room.products)
             for index in range(len(departure.messages)):
-                self._settle(departure, index, room, flags, settle)
+                yield from self._ranges(departure, index, room, flags)
         room.close()
-        round_.close()
         return Arrival(tuple(flags), {})
 
     def _packets(self, departure: _Departure, index: int) -> dict[int, Tensor]:
@@ -92,11 +92,10 @@ class Direct(Exchange):
             round_.rank: departure.own[index].packet
         }
 
-    def _settle(self, departure: _Departure, index: int, room: Decoder, flags: list[int], settle: Settle) -> None:
+    def _ranges(self, departure: _Departure, index: int, room: Decoder, flags: list[int]) -> Iterator[Range]:
         packets, key = self._packets(departure, index), departure.round.key
         for coded in departure.messages[index].ranges:
-            for begin, mean, own in room.pieces(coded, packets, key, departure.own[index], flags):
-                settle(begin, mean, own)
+            yield from room.pieces(coded, packets, key, departure.own[index], flags)
 
     def largest(self, departure: _Departure) -> dict[int, float]:
         """See `Exchange.largest`."""

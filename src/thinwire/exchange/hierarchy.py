@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.base import Arrival, Exchange, ExchangeTraits, Range, Ranges
 from thinwire.exchange.chunks import CodedRange, Message, cut, packets_nbytes, shards
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.owner import Owner, check_owners
-from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.exchange.stage import MOST_STAGES, Stage, heard
 from thinwire.packet import REFUSED, flags_of, payload
 from thinwire.pieces.feedback import Feedback
@@ -62,7 +63,7 @@ class Hierarchy(Exchange):
     feedback: Feedback | None = None
 
     needs_fixed_group: ClassVar[str] = "names the replicas of each site"
-    sends_own: ClassVar[bool] = False
+    traits: ClassVar[ExchangeTraits] = ExchangeTraits(sends_own=False)
 
     def __post_init__(self) -> None:
         check_owners(self, self.feedback)
@@ -120,10 +121,8 @@ class Hierarchy(Exchange):
     def depart(self, round_: Round, state: State) -> _TwoHops:
         return _TwoHops(round_, self, state)
 
-    def arrive(self, departure: _TwoHops, settle: Settle) -> Arrival:
-        arrival = departure.arrive(settle)
-        departure.round.close()
-        return arrival
+    def arrive(self, departure: _TwoHops) -> Ranges:
+        return (yield from departure.arrive())
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         if rank is None:
@@ -174,7 +173,7 @@ class _TwoHops:
         self._expect()
         self._send()
 
-    def arrive(self, settle: Settle) -> Arrival:
+    def arrive(self) -> Ranges:
         round_ = self.round
         room = Decoder(round_, round_.codec)
         own = [self._average(index, room) for index in range(len(self._mine))]
@@ -194,7 +193,7 @@ class _TwoHops:
                         flags = [a | b for a, b in zip(flags, heard(packet, round_.size, author))]
                         void |= bool(flags_of(packet) & REFUSED)
                     if not void:
-                        self._settle(place, messages[index], packets, room, settle)
+                        yield from self._ranges(place, messages[index], packets, room)
         room.close()
         return Arrival(tuple(flags), self._owner.after, void)
 
@@ -251,11 +250,12 @@ class _TwoHops:
                 found[site[place]] = self._across.packet(index, site[place])
         return found
 
-    def _settle(self, place: int, message: Message, packets: dict[int, Tensor], room: Decoder, settle: Settle) -> None:
+    def _ranges(self, place: int, message: Message, packets: dict[int, Tensor], room: Decoder) -> Iterator[Range]:
         weights = {site[place]: weight for site, weight in zip(self._sites, self._weights)}
         for coded in message.ranges:
             mean = room.mean(coded, packets, self._key(place), weights)
-            settle(coded.begin, mean, partial(self.round.signal, coded.begin, coded.end))
+            own = self.round.signal(coded.begin, coded.end) if self.round.decodes_own else None
+            yield Range(coded.begin, mean, own)
 
     def _key(self, place: int) -> Key:
         return replace(self.round.key, part=1 + place)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.exchange.base import Arrival, Exchange
+from thinwire.exchange.base import Arrival, Arriving, Exchange
 from thinwire.exchange.round import Round, SendContext
 from thinwire.packet import REFUSED
 from thinwire.pieces.aggregate import Aggregate, Mean
@@ -51,13 +49,14 @@ def once(
     """
     estimate = torch.empty_like(delta)
 
-    def settle(begin: int, mean: Tensor, _: Callable[[], Tensor]) -> None:
-        estimate[begin : begin + mean.numel()] = mean
-
     def signal(begin: int, end: int) -> Tensor:
         return delta[begin:end]
 
-    round_ = Round(context, codec, delta.numel(), key, signal, 0, (key.round,), aggregate=aggregate)
-    arrival = exchange.arrive(exchange.depart(round_, state), settle)
+    round_ = Round(context, codec, delta.numel(), key, signal, 0, (key.round,), aggregate=aggregate, decodes_own=False)
+    arriving = Arriving(exchange.arrive(exchange.depart(round_, state)))
+    for begin, mean, _ in arriving:
+        estimate[begin : begin + mean.numel()] = mean
+    round_.close()
+    arrival = arriving.arrival
     refused = arrival.void or sum(bool(said & REFUSED) for said in arrival.flags) > aggregate.tolerates(round_.size)
     return None if refused else estimate, arrival

@@ -12,7 +12,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.chunks import CodedRange, Message
 from thinwire.exchange.decode import Decoder
-from thinwire.exchange.round import Outgoing
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.exchange.stage import Stage
 from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
@@ -72,7 +72,7 @@ class Owner:
             return self._feedback.signal(part, self._held(self._state, begin, end)) if self._feedback else part
 
         packet = self._stage.write(index, message, signal, self._key, REFUSED if void else 0, marks)
-        self._stage.post(index, packet, to)
+        self._stage.post(packet, to)
         if self._feedback and not packet.flags & REFUSED:
             for coded in message.ranges:
                 part = means[coded.begin - message.begin : coded.end - message.begin]

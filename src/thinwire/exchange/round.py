@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -15,10 +14,9 @@ from thinwire.codecs import Codec
 from thinwire.comm.group import Group, Transfer
 from thinwire.errors import LinkError
 from thinwire.exchange.buffers import CPU, Buffers
-from thinwire.exchange.chunks import Message, Signal
+from thinwire.exchange.chunks import Signal
 from thinwire.exchange.record import Record, Trace
-from thinwire.exchange.send_queue import Order, SendQueue, Sent
-from thinwire.packet import HEADER_NBYTES
+from thinwire.exchange.send_queue import PACKET, Order, Outgoing, SendQueue
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.rng import Key
 from thinwire.types import State
@@ -50,35 +48,6 @@ class SendContext:
         self.buffers.clear()
 
 
-class Outgoing:
-    """A packet that is being written and sent."""
-
-    def __init__(self, message: Message, packet: Tensor) -> None:
-        self.message, self.packet = message, packet
-        self.flags = 0
-        self.sent: Sent | None = None
-        self.written: Future[None] = Future()
-        self._posted: Future[None] | None = None
-
-    def leaves_with(self, posted: Future[None]) -> None:
-        """Take `posted`, which is done when the packet is handed to the carrier. If it is cancelled, the packet is not written either."""
-        self._posted = posted
-        posted.add_done_callback(lambda done: done.cancelled() and self.written.cancel())
-
-    def wait(self) -> Tensor:
-        """Wait until the packet is written, and return it."""
-        self.written.result()
-        return self.packet
-
-    def wait_sent(self) -> None:
-        """Return when the packet is handed to the carrier. Raises the error of its encoding or sending."""
-        self.written.result()
-        if self._posted is not None:
-            self._posted.result()
-        if self.sent is not None:
-            self.sent.wait()
-
-
 @dataclass
 class Round:
     """The task of an exchange: carry `numel` elements of `signal`, encoded by `codec`.
@@ -99,9 +68,9 @@ class Round:
         packets: uint8 buffers that `close` gives back.
         anchor: the fragment's values before its inner steps, flat fp32.
         device: where the signal is, and where `Direct` decodes packets of whole fragments.
+        decodes_own: whether the exchange yields this replica's own values with the estimate.
         on_stream: a context in which work on that device follows what was queued before the departure.
         trace: times of this replica's messages, for diagnosis.
-        nbytes_sent: bytes of packets sent to all peers together, headers included.
 
     >>> from thinwire import run_threads
     >>> from thinwire.codecs import Identity
@@ -127,9 +96,9 @@ class Round:
     packets: list[Tensor] = field(default_factory=list)
     anchor: Tensor | None = None
     device: torch.device = CPU
+    decodes_own: bool = True
     on_stream: Callable[[], AbstractContextManager[object]] = nullcontext
     trace: Trace = field(default_factory=Trace)
-    nbytes_sent: int = 0
 
     def __post_init__(self) -> None:
         self.begun = self.context.clock()
@@ -146,20 +115,20 @@ class Round:
     def peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
 
+    @property
+    def nbytes_sent(self) -> int:
+        """Bytes of packets sent to all peers together, headers included."""
+        return sum(one.nbytes for one in self.outgoing if one.transfer is not None and one.purpose == PACKET)
+
     def remembers(self, before: State) -> State:
         """Buffers for the aggregate's next state, with the sizes of `before`."""
         if not self.after and before:
             self.after = {name: self.context.buffers.floats(kept.numel()) for name, kept in before.items()}
         return self.after
 
-    def packet(self, nbytes: int) -> Tensor:
-        """A buffer for a packet with a payload of `nbytes`."""
-        self.packets.append(self.context.buffers.bytes(HEADER_NBYTES + nbytes))
-        return self.packets[-1]
-
     def close(self) -> None:
-        """Wait until all packets are handed over, and give the buffers back. Do not call it for a failed round, whose
-        buffers may still be written to.
+        """Wait until all packets are handed over, and give the buffers back: when the last range has been used. Do not call it for a failed
+        round, whose buffers may still be written to.
         """
         for outgoing in self.outgoing:
             try:
@@ -183,9 +152,9 @@ class Round:
 
     def times(self) -> tuple[float, float]:
         """Seconds queued before the first bit left, and seconds from then to the arrival of the last bit, if the carrier knows them."""
-        sent = [o.sent for o in self.outgoing if o.sent and o.sent.transfer.transfer_seconds]
+        sent = [(one.posted, one.transfer) for one in self.outgoing if one.transfer and one.transfer.transfer_seconds]
         if not sent:
             return 0.0, 0.0
-        begins = [one.posted + one.transfer.queued_seconds for one in sent]
-        end = max(begin + one.transfer.transfer_seconds for begin, one in zip(begins, sent))
+        begins = [posted + transfer.queued_seconds for posted, transfer in sent]
+        end = max(begin + transfer.transfer_seconds for begin, (_, transfer) in zip(begins, sent))
         return min(begins) - self.begun, end - min(begins)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, encode_from
+from thinwire.codecs import Codec
 from thinwire.comm.group import TAGS, Transfer
-from thinwire.errors import DisagreementError, NonFiniteError, PacketError
+from thinwire.errors import DisagreementError, PacketError
 from thinwire.exchange.chunks import STAGE, Message, Signal
-from thinwire.exchange.round import Outgoing, Round
-from thinwire.packet import FLAGS, HEADER_NBYTES, REFUSED, Header, identity, open_packet, payload, said_nbytes, seal
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import PACKET, Outgoing
+from thinwire.packet import FLAGS, HEADER_NBYTES, Header, identity, open_packet, payload, said_nbytes, seal
 from thinwire.rng import Key
 
-PACKET = "packet"  # the ledger's purpose of a round's messages to other sites
 MOST_STAGES = 32  # most stages of a round: a tag has five bits for their number
 
 
@@ -62,7 +62,7 @@ class Stage:
         for index in range(max(map(len, due.values()), default=0)):
             first = (self.round.key.round + index) % len(peers)
             messages = {peer: due[peer][index] for peer in peers[first:] + peers[:first] if index < len(due[peer])}
-            packets = {p: self.round.packet(message.nbytes + self.marks) for p, message in messages.items()}
+            packets = {p: self._room(message) for p, message in messages.items()}
             transfer = self.round.context.group.post(self._tag(index), {}, packets, self.purpose, self._sized)
             self._expected.append(_Expected(transfer, messages, packets))
 
@@ -119,82 +119,51 @@ class Stage:
         self, index: int, message: Message, signal: Signal, key: Key, flags: int, marks: Sequence[int] = ()
     ) -> Outgoing:
         """Encode a message in this thread."""
-        outgoing = self._outgoing(message)
-        self._write(outgoing, index, signal, key, flags, marks)
-        return outgoing
+        packet = self._outgoing(index, message)
+        packet.write(self.codec, signal, key, replace(self._header(key, index, message), flags=flags), marks)
+        return packet
 
-    def post(self, index: int, packet: Outgoing, to: Sequence[int]) -> None:
-        """Queue a packet; it is sent once it is written."""
-        packet.leaves_with(self.round.context.send_queue.put(self.round.order, lambda: self._post(packet, index, to)))
+    def post(self, packet: Outgoing, to: Sequence[int]) -> None:
+        """Queue a packet that is written."""
+        packet.to = to
+        self.round.context.send_queue.send(self.round.order, packet)
 
     def pass_on(self, index: int, message: Message, packet: Tensor, to: Sequence[int]) -> None:
         """Queue another replica's packet, unchanged."""
-        outgoing = Outgoing(message, packet)
+        outgoing = self._outgoing(index, message, packet)
         outgoing.written.set_result(None)
-        self.round.outgoing.append(outgoing)
-        self.post(index, outgoing, to)
+        self.post(outgoing, to)
 
     def send(self, index: int, message: Message, to: Sequence[int], signal: Signal, key: Key) -> Outgoing:
-        """Encode a message with the round's own flags, and queue it."""
-        outgoing = self._outgoing(message)
-
-        def job() -> None:
-            self._write(outgoing, index, signal, key, self.round.flags, ())
-            self._post(outgoing, index, to)
-
-        outgoing.leaves_with(self.round.context.send_queue.put(self.round.order, job))
-        return outgoing
+        """Queue a message, which is encoded on the sending thread, with the round's own flags."""
+        packet, due = self._outgoing(index, message), replace(self._header(key, index, message), flags=self.round.flags)
+        packet.to = to
+        write = partial(packet.write, self.codec, signal, key, due)
+        self.round.context.send_queue.send(self.round.order, packet, write)
+        return packet
 
     def send_bytes(self, message: Message, body: Tensor, to: Sequence[int]) -> None:
         """Queue `body`, which is not an encoded delta, as the only message of this stage."""
-        outgoing = self._outgoing(message)
+        outgoing = self._outgoing(0, message)
         payload(outgoing.packet).copy_(body)
         seal(outgoing.packet, self._header(self.round.key, 0, message))
         outgoing.written.set_result(None)
-        self.post(0, outgoing, to)
+        self.post(outgoing, to)
 
-    def _outgoing(self, message: Message) -> Outgoing:
-        outgoing = Outgoing(message, self.round.packet(message.nbytes + self.marks))
+    def _outgoing(self, index: int, message: Message, packet: Tensor | None = None) -> Outgoing:
+        room = self._room(message) if packet is None else packet
+        tag, round_ = self._tag(index), self.round
+        outgoing = Outgoing(
+            message, room, self.number, index, tag, self.purpose, trace=round_.trace, on_stream=round_.on_stream
+        )
         self.round.outgoing.append(outgoing)
         return outgoing
 
-    def _write(
-        self, outgoing: Outgoing, index: int, signal: Signal, key: Key, flags: int, marks: Sequence[int]
-    ) -> None:
-        message, body = outgoing.message, payload(outgoing.packet)
-        failure: BaseException | None = None
-        end = message.nbytes
-        try:
-            with self.round.on_stream():
-                for coded in message.ranges:
-                    room = body[coded.first : coded.last]
-                    end = coded.first + encode_from(signal(coded.begin, coded.end), self.codec, room, key)
-        except BaseException as error:  # whatever it is, peers are not to wait for this packet
-            failure = None if isinstance(error, NonFiniteError) else error
-            end = message.nbytes
-            body[:end].zero_()
-            flags |= REFUSED
-        nbytes = end + self.marks
-        body[end:nbytes] = torch.tensor(list(marks), dtype=torch.uint8)
-        outgoing.packet = outgoing.packet[: HEADER_NBYTES + nbytes]
-        try:
-            seal(outgoing.packet, replace(self._header(key, index, message), flags=flags, nbytes=nbytes))
-        except PacketError as error:  # nothing can be sent
-            outgoing.written.set_exception(error)
-            raise
-        outgoing.flags = flags
-        if failure is None:
-            outgoing.written.set_result(None)
-        else:
-            outgoing.written.set_exception(failure)
-
-    def _post(self, outgoing: Outgoing, index: int, to: Sequence[int]) -> None:
-        if to:
-            messages = dict.fromkeys(to, outgoing.packet)
-            outgoing.sent = sent = self.round.context.send_queue.send(self._tag(index), messages, self.purpose)
-            self.round.trace.left(self.number, index, outgoing.packet.numel(), to, sent.posted)
-            if self.purpose == PACKET:
-                self.round.nbytes_sent += outgoing.packet.numel() * len(to)
+    def _room(self, message: Message) -> Tensor:
+        """A buffer for the packet of `message`, which the round gives back."""
+        room = self.round.context.buffers.bytes(HEADER_NBYTES + message.nbytes + self.marks)
+        self.round.packets.append(room)
+        return room
 
     def _header(self, key: Key, index: int, message: Message) -> Header:
         """The header that is expected from `key`'s sender, with the largest size."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,11 +11,12 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.uplink import Link
-from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.base import Arrival, Exchange, ExchangeTraits, Range, Ranges
 from thinwire.exchange.chunks import CodedRange, Message, Signal, cut, packets_nbytes, shards
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.owner import Owner, check_means, check_owners
-from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.exchange.stage import MOST_STAGES, Stage, heard
 from thinwire.packet import HEADER_NBYTES, REFUSED, payload
 from thinwire.pieces.feedback import Feedback
@@ -60,8 +60,7 @@ class TwoShot(Exchange):
     def __post_init__(self) -> None:
         check_owners(self, self.feedback)
 
-    gathers: ClassVar[bool] = True
-    multiplies: ClassVar[bool] = True
+    traits: ClassVar[ExchangeTraits] = ExchangeTraits(gathers=True, multiplies=True)
 
     def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
         begin, end = shards(codec, numel, size)[rank]
@@ -86,10 +85,8 @@ class TwoShot(Exchange):
         reduction.send(round_.signal)
         return reduction
 
-    def arrive(self, departure: Reduction, settle: Settle) -> Arrival:
-        arrival = departure.arrive(settle)
-        departure.round.close()
-        return arrival
+    def arrive(self, departure: Reduction) -> Ranges:
+        return (yield from departure.arrive())
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return reduction_nbytes(codec, numel, size, rank or 0)
@@ -156,7 +153,7 @@ class Reduction:
                     message, to = self.messages[owner][index], [owner] if owner != rank else []
                     self._own[owner, index] = self._scatter.send(index, message, to, signal, self._scattered(owner))
 
-    def arrive(self, settle: Settle) -> Arrival:
+    def arrive(self) -> Ranges:
         """Average the own shard, then receive all means."""
         room = Decoder(self.round, self.codec)
         rank = self.round.rank
@@ -177,7 +174,7 @@ class Reduction:
                     flags = [a | b for a, b in zip(flags, heard(packet, self.round.size, sender))]
                     void |= bool((own[index].flags if sender == rank else gathered[sender]) & REFUSED)
                     if not void:
-                        self._settle(sender, index, packet, room, settle)
+                        yield from self._ranges(sender, index, packet, room)
         room.close()
         return Arrival(tuple(flags), owner.after, void)
 
@@ -213,11 +210,11 @@ class Reduction:
         packets, key = self._packets(index), self._scattered(self.round.rank)
         return owner.say(index, lambda coded: room.mean(coded, packets, key, flags=flags), flags, self.peers, room)
 
-    def _settle(self, owner: int, index: int, packet: Tensor, room: Decoder, settle: Settle) -> None:
+    def _ranges(self, owner: int, index: int, packet: Tensor, room: Decoder) -> Iterator[Range]:
         sent = self._own[owner, index]
         for coded in self.messages[owner][index].ranges:
             mean = room.owners(coded, owner, packet, self._gathered(owner))
-            settle(coded.begin, mean, partial(room.own, coded, sent, self._scattered(owner)))
+            yield Range(coded.begin, mean, room.own(coded, sent, self._scattered(owner)))
 
     def _scattered(self, owner: int) -> Key:
         """The key of the messages from this replica to `owner`."""

@@ -56,7 +56,6 @@ from thinwire.membership.rendezvous import Membership
 from thinwire.pieces import optimizer_attributes
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
-from thinwire.state_tree import Packed
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
@@ -260,7 +259,7 @@ class ThinwireCallback(Callback):
         replica, due, self._epoch_over = self._attached(), trainer.global_step - self._began, trainer.is_last_batch
         if not self._checked and replica.step and trainer.checkpoint_callbacks:  # now, not at the first save
             self._checked = True
-            optimizer_attributes.pack_apart(replica.optimizer, replica.model)
+            replica.state()
         if (
             not pl_module.automatic_optimization
         ):  # Lightning counts the steps of each optimizer, the replica one when each has stepped
@@ -321,7 +320,6 @@ class ThinwireCallback(Callback):
             return {}
         tensors, facts = self.replica.state()
         own = self._own or {name: _copy(p) for name, p in trainable(self.replica.model)}
-        held = optimizer_attributes.pack_apart(self.replica.optimizer, self.replica.model) or Packed(None, {})
         return {
             "replica": self._member.name if self._member else self.rank,
             "replicas": self.replicas,
@@ -329,7 +327,6 @@ class ThinwireCallback(Callback):
             "facts": facts,
             "tensors": {name: _copy(value) for name, value in tensors.items()},
             "own": own,
-            "optimizer": {"tree": held.json, "tensors": {name: _copy(value) for name, value in held.tensors.items()}},
             "random": torch.get_rng_state(),
             "epoch over": self._epoch_over,
         }
@@ -418,9 +415,6 @@ def _load(found: Mapping[str, Any], own: Mapping[str, Tensor], replica: Replica)
     with torch.no_grad():
         for name, parameter in trainable(replica.model):
             parameter.copy_(own[name])
-    held = Packed(found["optimizer"]["tree"], found["optimizer"]["tensors"])
-    if held.json is not None:
-        optimizer_attributes.restore_apart(replica.optimizer, replica.model, held)
     replica.load_state(found["tensors"], found["facts"])
     if not found["epoch over"]:
         torch.set_rng_state(found["random"].cpu())

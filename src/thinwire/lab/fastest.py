@@ -10,7 +10,7 @@ from thinwire.codecs import Codec
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.all_reduce import AllReduce
-from thinwire.exchange.base import Arrival, Exchange, Settle, fits
+from thinwire.exchange.base import Exchange, ExchangeTraits, Ranges, fits
 from thinwire.exchange.direct import Direct
 from thinwire.exchange.round import Round
 from thinwire.exchange.two_shot import TwoShot
@@ -64,28 +64,17 @@ class Fastest(Exchange):
             )
 
     @property
-    def gathers(self) -> bool:
-        return all(exchange.gathers for exchange in self.among)
-
-    @property
-    def multiplies(self) -> bool:
-        return all(exchange.multiplies for exchange in self.among)
-
-    @property
-    def agrees(self) -> bool:
-        return all(exchange.agrees for exchange in self.among)
-
-    @property
-    def sends_own(self) -> bool:
-        return all(exchange.sends_own for exchange in self.among)
+    def traits(self) -> ExchangeTraits:
+        each = [exchange.traits for exchange in self.among]
+        return ExchangeTraits(
+            gathers=all(one.gathers for one in each), agrees=all(one.agrees for one in each),
+            multiplies=all(one.multiplies for one in each), needs_hub=any(one.needs_hub for one in each),
+            sends_own=all(one.sends_own for one in each),
+        )  # fmt: skip
 
     @property
     def feedback(self) -> Feedback | None:
         return next((exchange.feedback for exchange in self.among if exchange.feedback), None)
-
-    @property
-    def needs_hub(self) -> bool:
-        return any(exchange.needs_hub for exchange in self.among)
 
     def check_beside(self, strategy: Any) -> None:
         for exchange in self.among:
@@ -120,8 +109,8 @@ class Fastest(Exchange):
         # a state of other tensors is that of another exchange, for another codec
         return _Departure(exchange, exchange.depart(round_, state if known == own else due), state)
 
-    def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
-        arrival = departure.exchange.arrive(departure.departure, settle)
+    def arrive(self, departure: _Departure) -> Ranges:
+        arrival = yield from departure.exchange.arrive(departure.departure)
         return arrival if arrival.state else replace(arrival, state=departure.state)
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:

@@ -26,7 +26,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from thinwire.comm.group import ElasticGroup, Group, gather
+import torch
+
+from thinwire.comm.group import TAGS, ElasticGroup, Group
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError, PacketError, PeerError
 from thinwire.exchange.record import Rules
 from thinwire.membership.channel import mac
@@ -50,6 +52,7 @@ from thinwire.membership.view import (
 from thinwire.version import PROTOCOLS
 
 MOST_PAST = 7  # views whose votes are kept for members that may come back
+ALMOST = 0.9  # of a time-out: what fails later has timed out
 CLOSED = "nobody keeps its final state"  # the note of an ended run whose final state is gone
 Status = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 Check = Callable[[Mapping[str, Any], str], object]  # takes a status and the name of its member; raises `PeerError`
@@ -60,7 +63,7 @@ class AnswerLostError(LinkError):
 
 
 class AbsentError(LinkError):
-    """A group was not built, because the members `absent` did not connect."""
+    """A group was not built, because the members `absent` did not connect, or did not greet."""
 
     def __init__(self, text: str, absent: Collection[str]) -> None:
         super().__init__(text)
@@ -99,6 +102,20 @@ class Rendezvous(Protocol):
 
     def leave(self) -> None:
         """End the heartbeats and all waits. Idempotent; may be called from any thread."""
+
+
+class Conduct:
+    """What a replica makes of the others' conduct: nothing. A driver may give its `Membership` a subclass."""
+
+    def excluded(self) -> Mapping[str, str]:
+        """The names that this replica wants left out, with the reasons. Those that most want left out are no members."""
+        return {}
+
+    def meets(self, members: Sequence[Presence]) -> None:
+        """These members found each other, and hear the same of all. Their group is built next, which may fail."""
+
+    def absent(self, view_id: str, names: Collection[str]) -> None:
+        """No group of this view was built, because the members `names` did not connect, or did not greet."""
 
 
 class _Past(NamedTuple):
@@ -169,8 +186,7 @@ class Membership(ElasticGroup):
         self._past: list[_Past] = []
         self._refused: set[str] = set()  # names whose statuses could not be read
         self._vote_store: VoteStore | None = None  # of the last call
-        self._excluded: Callable[[], Mapping[str, str]] = dict
-        self._absent: Callable[[str, Collection[str], int], object] = lambda view_id, names, members: None
+        self._conduct = Conduct()
         Presence(name, self._incarnation, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
         rendezvous.arrive(name, self._incarnation, secret, self.timeouts, observe)
 
@@ -178,13 +194,9 @@ class Membership(ElasticGroup):
         """Add facts that must be equal on all members. Call it before the first view."""
         self.facts = {**self.facts, **facts}
 
-    def leave_out(
-        self, excluded: Callable[[], Mapping[str, str]], absent: Callable[[str, Collection[str], int], object]
-    ) -> None:
-        """Tell the others at each call whom this replica wants left out, with the reasons. Those that most want left out are no members. `absent`
-        is called with the id of a view, the names that did not connect to its group, and the number of its members.
-        """
-        self._excluded, self._absent = excluded, absent
+    def watch(self, conduct: Conduct) -> None:
+        """Let `conduct` hear of the others at each call, and choose whom this replica wants left out."""
+        self._conduct = conduct
 
     def report(self, text: str) -> None:
         """Write a line to the log of the lighthouse or hub, if that is there."""
@@ -248,11 +260,12 @@ class Membership(ElasticGroup):
             try:
                 reason = self._past_the_end(verdict, reason)
                 if not reason:
+                    self._conduct.meets(verdict.members)
                     return self._take(verdict, vote_store, waited)
             except (LinkError, PacketError) as error:
                 reason = f"no group could be built: {error}"
                 if isinstance(error, AbsentError):
-                    self._absent(verdict.id, error.absent, len(verdict.members))
+                    self._conduct.absent(verdict.id, error.absent)
             patient = self._rendezvous.clock() - found < self.timeouts.grace
             awaits = tuple(p for p in awaits if p.incarnation in here or self._rendezvous.reaches(p)) if patient else ()
             self._observe("retry", {"reason": reason, "seconds": pause})
@@ -325,7 +338,7 @@ class Membership(ElasticGroup):
         return Presence(
             self.name, self._incarnation, self._calls, self._views, self._holds, self.facts, status,
             [p.incarnation for p in self._suspects],
-            self._excluded(),
+            self._conduct.excluded(),
             [p.incarnation for p in awaits if p.incarnation != self._incarnation],
             self._rendezvous.address,
         )  # fmt: skip
@@ -379,7 +392,7 @@ class Membership(ElasticGroup):
         if group is None or group.size != len(members) or any(p.holds != self._holds for p in members):
             self._let_go(group)
             self._observe("connect", {"epoch": verdict.id, "members": [p.name for p in members]})
-            group, rebuilt = self._connected(verdict), True
+            group, rebuilt = self._connected(verdict, waited), True
         self._views += 1
         view = View(
             id=verdict.id,
@@ -399,17 +412,15 @@ class Membership(ElasticGroup):
         self._observe("view", fields | {"rebuilt": rebuilt})
         return view
 
-    def _connected(self, verdict: Verdict) -> Group:
-        """A group in which every member has received a message from every other."""
+    def _connected(self, verdict: Verdict, waited: dict[str, float]) -> Group:
+        """A group in which every member has received a message from every other. For whom this replica waited is noted in `waited`."""
         members = self._suspects = self._members = verdict.members
         group = self._wrap(
             self._rendezvous.connect(verdict.id, members, [p.incarnation for p in members].index(self._incarnation))
         )
         try:
-            hellos = [mac(self._secret, "hello", verdict.id.encode(), p.incarnation.encode())[:16] for p in members]
-            heard = gather(group, hellos[group.rank], 64, "view")
-            if heard != hellos:
-                raise LinkError("the members that answered are not those that were called")
+            for name, seconds in self._greet(group, verdict.id, members).items():
+                waited[name] = waited.get(name, 0.0) + seconds
         except BaseException:
             group.close()
             raise
@@ -418,6 +429,36 @@ class Membership(ElasticGroup):
             self._let_go(group)
             raise self._gone()
         return group
+
+    def _greet(self, group: Group, epoch: str, members: Sequence[Presence]) -> dict[str, float]:
+        """Exchange greetings. Returns for whom this replica waited (`last_alone`).
+
+        Raises `AbsentError` with the members whose greetings did not come. The first member that waits in vain closes the group, and the
+        others hear only of that; but its greeting has come, so they name those that are missing.
+        """
+        hellos = [mac(self._secret, "hello", epoch.encode(), p.incarnation.encode())[:16] for p in members]
+        own = torch.frombuffer(bytearray(hellos[group.rank]), dtype=torch.uint8)
+        # a carrier may notice a message only after earlier ones: the first that is awaited changes
+        ranks = sorted(set(range(group.size)) - {group.rank}, key=lambda rank: (rank + int(epoch[:8], 16)) % group.size)
+        came = {rank: torch.zeros_like(own) for rank in ranks}
+        failure: LinkError | PacketError | None = None
+        until = self.clock() + ALMOST * self.timeouts.transfer
+        transfer = group.post(TAGS, dict.fromkeys(came, own), came, "view")
+        try:
+            transfer.wait()
+        except (LinkError, PacketError) as error:
+            failure = error
+        silent = [rank for rank, hello in came.items() if bytes(hello.tolist()) != hellos[rank]]
+        if failure or silent:
+            at_fault = (
+                culprits(failure.peer if failure else None, silent, group.size, until <= self.clock()) if silent else ()
+            )
+            absent = [members[rank].name for rank in at_fault]
+            who = ", ".join(absent) or "somebody"
+            raise AbsentError(
+                f"{who} did not greet the others{f' ({failure})' if failure else ''}", absent
+            ) from failure
+        return last_alone({members[rank].name: at for rank, at in transfer.arrivals.items()})
 
     def _let_go(self, group: Group | None) -> None:
         """End `group`. If it is the present one, its members are probed before the next view."""
@@ -439,3 +480,29 @@ class Membership(ElasticGroup):
         for past in kept[:-MOST_PAST]:
             view.vote_store.forget(past.view.written())
         self._past = [*kept[-MOST_PAST:], _Past(view, calls)]
+
+
+def last_alone(came: Mapping[str, float]) -> dict[str, float]:
+    """The last of the names that `came` at these times, with the seconds for which it alone was awaited; empty if fewer than two came.
+
+    >>> last_alone({"oslo": 1.0, "lima": 4.5, "rome": 2.0}), last_alone({"oslo": 1.0})
+    ({'lima': 2.5}, {})
+    """
+    if len(came) < 2:
+        return {}
+    (name, last), (_, before) = sorted(came.items(), key=lambda item: -item[1])[:2]
+    return {name: last - before}
+
+
+def culprits(peer: int | None, missing: Collection[int], size: int, timed_out: bool) -> tuple[int, ...]:
+    """The ranks, of `size`, that made an exchange fail with an error of `peer`, in which messages of those `missing` did not come.
+
+    If `peer` is one of them, and has left before the exchange `timed_out`, those of the others may still be on their way. If it is none of
+    them, it closed the group because of another. If half of the replicas are missing, it may be this one's own link, or the hub.
+
+    >>> culprits(2, [1, 2], 5, False), culprits(2, [1, 2], 5, True), culprits(3, [1], 5, False), culprits(2, [1, 2, 3], 5, True)
+    ((2,), (1, 2), (1,), ())
+    """
+    if peer is not None and (not missing or (peer in missing and not timed_out)):
+        return (peer,)
+    return tuple(missing) if 2 * len(missing) < size else ()

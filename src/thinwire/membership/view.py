@@ -25,7 +25,7 @@ from thinwire.version import Protocols, common, unlike_releases
 
 Observe = Callable[[str, Mapping[str, Any]], None]
 SPEAKS = "protocols"  # the fact that need not be equal: that ranges overlap is enough
-UNLIKE = "has another result"
+NOT_VOTED, UNLIKE = "did not vote in time", "has another result"
 _MOST = 1 << 53  # most calls and views
 _FIRST_LOOK = 0.5  # seconds after which a member that waits for ballots looks whose are missing; then at twice the time, and so on
 
@@ -371,7 +371,7 @@ class View:
         """The members that cast no ballot for `what`, by name, with what they did instead; of a vote whose outcome was no. Raises `LinkError`."""
         _, ballots = keys_of(f"{self.id}/{question}", len(self.members))
         cast = zip(self.members, self.vote_store.of(self.electorate).values(ballots))
-        did = {None: "did not vote in time", NO.decode(): "voted no"}
+        did = {None: NOT_VOTED, NO.decode(): "voted no"}
         return {member.name: did.get(value, UNLIKE) for member, value in cast if value != what}
 
     def close(self) -> None:

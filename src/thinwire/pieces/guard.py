@@ -34,8 +34,8 @@ class Guard:
         limit = max(1, s/H)·(mean + z·max(standard deviation, mean/2))       s: inner steps of the delta, H = `every`
         Δ ← Δ·2^−k     for the smallest k that brings ‖Δ‖ below the mean, if ‖Δ‖ > limit; the parameters go back to anchor − Δ
 
-    Mean and variance are exponential moving ones (a fifth for the newest norm), so they follow a learning rate that decays. A clipped
-    delta counts in them as the limit, so that they follow a lasting change. A delta of zeros, as while a learning rate is 0, does not
+    Mean and variance are exponential moving ones (a fifth for the newest norm), so they follow a learning rate that decays. They are those of
+    ‖Δ‖·H/s, at most the limit of a period, so that they follow a lasting change. A delta of zeros, as while a learning rate is 0, does not
     count. Each replica judges itself, before feedback and codec. So the clipped part is in no packet and in no feedback, all exchanges and
     codecs work, and all replicas decode the same. The scale is a power of two, so its bits do not depend on a machine's order of additions.
     Without clipping all bits are unchanged. The guard does not help against a replica that lies: see `docs/robust.md`. NaN and infinities
@@ -77,15 +77,17 @@ class Guard:
     def judged(self, norm: float, periods: float, state: State) -> Judged:
         """The judgement of a delta of finite `norm`, trained for so many `periods` of H inner steps."""
         rounds, mean, variance = state["norms"].tolist()
-        periods = max(1.0, periods)
-        limit = periods * (mean + self.z * max(math.sqrt(variance), mean * _LEAST))
-        if not norm:
+        most, whole = mean + self.z * max(math.sqrt(variance), mean * _LEAST), max(1.0, periods)
+        limit = whole * most
+        if not norm or not periods:
             return Judged(limit, 1.0, state)
-        clips = rounds >= self.warm_up and norm > limit > 0
-        seen, share = min(norm, limit if clips else norm) / periods, max(_NEWEST, 1 / (rounds + 1))
-        off = seen - mean
+        judges = rounds >= self.warm_up and limit > 0
+        clips = judges and norm > limit
+        # a delta of a few steps, as after an outage, must not make that of the next whole period look large
+        seen, share = norm / periods, max(_NEWEST, 1 / (rounds + 1))
+        off = (min(seen, most) if judges else seen) - mean
         after = [rounds + 1, mean + share * off, (1 - share) * (variance + share * off * off)]
-        scale = 2.0 ** math.floor(math.log2(periods * mean / norm)) if clips else 1.0
+        scale = 2.0 ** math.floor(math.log2(whole * mean / norm)) if clips else 1.0
         return Judged(limit, scale, {"norms": torch.tensor(after, dtype=torch.float64)})
 
 

@@ -6,15 +6,61 @@ lands, and the new one departs.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.codecs import unwritten
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.outer import Outer
+from thinwire.pieces.partition import held_by
+from thinwire.types import State
+
+
+class Landing(NamedTuple):
+    """A parameter of a fragment whose round lands: its own values, and slices of the anchor `before` and of the next one, in its shape. If steps
+    were taken in flight and are to count, the `delta` that departed and the next `residual` of feedback; otherwise None.
+    """
+
+    parameter: Tensor
+    before: Tensor
+    anchor: Tensor
+    delta: Tensor | None = None
+    residual: Tensor | None = None
+
+
+class Held(Protocol):
+    """What a merge needs of a fragment (drivers/fragment.py)."""
+
+    anchor: Tensor
+    rounds: int
+    own: Tensor | None
+    deviation: Tensor | None
+    deviation_state: State
+
+    @property
+    def base(self) -> Tensor: ...
+
+    @property
+    def dropped(self) -> bool: ...
+
+    def load_into_parameters(self, flat: Tensor) -> None: ...
+
+
+class Room(Protocol):
+    """What a merge needs of a pool of buffers (exchange/buffers.py)."""
+
+    def like(self, tensor: Tensor) -> Tensor: ...
+
+    def give(self, *tensors: Tensor | None) -> None: ...
+
+    def swap(self, old: Iterable[Tensor | None], new: Iterable[Tensor]) -> None: ...
 
 
 @runtime_checkable
@@ -39,12 +85,7 @@ class Merge(Protocol):
 
     @property
     def keeps_flight(self) -> bool:
-        """Whether a landing keeps all training during the flight; then `into` is called only if there was none."""
-        return False
-
-    @property
-    def keeps_unsent(self) -> bool:
-        """With `keeps_flight`: whether `leave` is called after a landing during training."""
+        """Whether a landing keeps all training during the flight."""
         return False
 
     @property
@@ -65,11 +106,18 @@ class Merge(Protocol):
         """Merge a slice of the anchor (fp32, same shape) into `parameter` in place, in the parameter's own dtype."""
         raise unwritten(self, "no whole_period", "into")
 
-    def leave(self, parameter: Tensor, residual: Tensor) -> None:
-        """Leave a part of what was not sent in `parameter`, and the rest in this slice of feedback's `residual`; both in place."""
-        raise unwritten(self, "keeps_unsent", "leave")
+    def before_send(self, fragment: Held, delta: Tensor, outer: Outer, share: float, buffers: Room) -> None:
+        """Called when `delta` is about to depart and the round before it has landed; may change it, the parameters, and what the `fragment`
+        keeps. `share` is this replica's in the mean."""
+        return
+
+    def on_land(self, parts: Sequence[Landing]) -> None:
+        """Called when a round lands: merges the next anchor into the parameters, by default by `into`."""
+        for part in parts:
+            self.into(part.parameter, part.anchor.to(part.parameter.device))
 
 
+_PIECE = 1 << 22  # values that a landing moves at a time: few calls and copies, and little memory
 _NOT_SAID = "does not declare that rounds may land late (needs_fixed_group = '')"
 
 
@@ -135,6 +183,23 @@ class Keep(Merge):
     def into(self, parameter: Tensor, anchor: Tensor) -> None:
         parameter.copy_(anchor)
 
+    def on_land(self, parts: Sequence[Landing]) -> None:
+        # θ ← θ + (anchor' − (anchor − Δ)) part by part, in pieces: it needs no buffers of the fragment's size
+        for part, base, ahead, change, _ in parts:
+            if change is None:
+                self.into(part, ahead.to(part.device))
+                continue
+            if not part.is_contiguous() or part.dtype == torch.float64:
+                part.copy_(part.to(base) + (held_by(part, ahead) - (held_by(part, base) - change)))
+                continue
+            flat = (part.view(-1), base.reshape(-1), change.reshape(-1), ahead.reshape(-1))
+            pieces = zip(*(torch.split(tensor, _PIECE) for tensor in flat)) if part.numel() > _PIECE else [flat]
+            for own, before, by, after in pieces:
+                if own.device == before.device and own.dtype == torch.float32:
+                    kernels.of(own, before, by, after).carry(own, before, by, after)
+                else:
+                    own.add_((held_by(own, after) - (held_by(own, before) - by)).to(own.device))
+
 
 @dataclass(frozen=True)
 class KeepUnsent(Keep):
@@ -162,7 +227,6 @@ class KeepUnsent(Keep):
 
     share: float = 0.65
 
-    keeps_unsent: ClassVar[bool] = True
     needs_fixed_group: ClassVar[str] = (
         "leaves a part of a counted delta in the parameters, which a round that is taken back would count twice"
     )
@@ -178,14 +242,43 @@ class KeepUnsent(Keep):
                 "choose Feedback() and a delay of at least 1."
             )
 
+    def on_land(self, parts: Sequence[Landing]) -> None:
+        super().on_land(parts)
+        for part in parts:
+            if part.residual is not None:
+                self.leave(part.parameter, part.residual)
+
     @torch.no_grad()
     def leave(self, parameter: Tensor, residual: Tensor) -> None:
+        """Leave a part of what was not sent in `parameter`, and the rest in this slice of feedback's `residual`; both in place."""
         parameter.copy_(parameter.sub(residual.to(parameter.device), alpha=self.share))
         residual.mul_(1 - self.share)
 
 
+class WholePeriod(Merge, Protocol):
+    """A merge whose rounds take a whole period. It changes the parameters when a delta departs, not when a round lands."""
+
+    whole_period: ClassVar[bool] = True
+
+    def before_send(self, fragment: Held, delta: Tensor, outer: Outer, share: float, buffers: Room) -> None:
+        own = fragment.own
+        if fragment.rounds and own is None:  # this replica started again from the anchors
+            delta.zero_()
+        elif fragment.rounds and own is not None and fragment.dropped and bool(torch.isfinite(own).all()):
+            delta.add_(own)  # it departs again
+        self.begin_next(fragment, delta, outer, share, buffers)
+        fragment.load_into_parameters(fragment.base)
+
+    @abstractmethod
+    def begin_next(self, fragment: Held, delta: Tensor, outer: Outer, share: float, buffers: Room) -> None:
+        """Set where the parameters begin the next period, and keep `delta` as the fragment's `own`."""
+
+    def on_land(self, parts: Sequence[Landing]) -> None:
+        return
+
+
 @dataclass(frozen=True)
-class Eager(Merge):
+class Eager(WholePeriod):
     """Count the own delta at once and the others' one round late: Δ̃_m(k) = Δ̄(k−1) + (Δ_m(k) − Δ_m(k−1)) / M   (arXiv
     2502.12996, §3).
 
@@ -201,12 +294,27 @@ class Eager(Merge):
     Eager()
     """
 
-    whole_period: ClassVar[bool] = True
     eager: ClassVar[bool] = True
+
+    def begin_next(self, fragment: Held, delta: Tensor, outer: Outer, share: float, buffers: Room) -> None:
+        """Apply the change of `delta` since the last one at once, as this replica's share of the mean."""
+        if fragment.deviation is None or fragment.own is None:
+            fragment.deviation = torch.zeros_like(fragment.anchor)
+            fragment.deviation_state, fragment.own = outer.init(fragment.deviation), torch.zeros_like(fragment.anchor)
+        fresh = torch.sub(delta, fragment.own, out=fragment.own).mul_(share)
+        present, state = fragment.deviation, fragment.deviation_state
+        if outer.elementwise:
+            moved = buffers.like(present)
+            after: State = {name: buffers.like(values) for name, values in state.items()}
+            outer.step_into(present, fresh, state, moved, after)
+        else:
+            moved, after = outer.step(present, fresh, state)
+        buffers.swap([fresh, present, *state.values()], [moved, *after.values()])
+        fragment.deviation, fragment.deviation_state, fragment.own = moved, after, delta
 
 
 @dataclass(frozen=True)
-class Reset(Merge):
+class Reset(WholePeriod):
     """θ ← anchor whenever a fragment departs, so that every replica begins each round at the same point (CO2, Sun et al., ICLR 2024).
     The trained delta is in flight then, and returns with the anchor after the next period.
 
@@ -222,4 +330,6 @@ class Reset(Merge):
     Reset()
     """
 
-    whole_period: ClassVar[bool] = True
+    def begin_next(self, fragment: Held, delta: Tensor, outer: Outer, share: float, buffers: Room) -> None:
+        buffers.give(fragment.own)
+        fragment.own = delta

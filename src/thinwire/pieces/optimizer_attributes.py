@@ -43,6 +43,8 @@ from thinwire.pieces.training_state import (
 )
 from thinwire.state_tree import Packed, is_data, pack, unpack
 
+State = tuple[Mapping[str, Tensor], Mapping[str, Any]]  # of a replica: its tensors, and facts for JSON
+_FACT, _PREFIX = "optimizer", "optimizer."  # where they are in it
 _DEPTH = 8  # of objects and containers in an attribute
 _OBJECTS = 1 << 14  # most that are looked through
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "thinwire", "numpy", "builtins"}
@@ -141,18 +143,37 @@ def held_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str
     return found
 
 
-def pack_apart(optimizer: torch.optim.Optimizer, model: nn.Module) -> Packed | None:
-    """`held_by` for a checkpoint that somebody else writes, in which the model and the state dict are: these are referred to. None if nothing is
-    held. Raises `CheckpointError`."""
+def with_attributes(
+    state: tuple[dict[str, Tensor], dict[str, Any]], optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The `state` of a replica with `held_by`, for whoever saves it beside the state dicts of model and optimizer: what these have is referred to.
+    Raises `CheckpointError`."""
+    tensors, facts = state
     held = held_by(optimizer, model)
-    return pack(held, "optimizer", _apart(optimizer, model), "", packages_of(optimizer)) if any(held) else None
+    if not any(held):
+        return state
+    packed = pack(held, "optimizer", _apart(optimizer, model), _PREFIX, packages_of(optimizer))
+    return {**tensors, **packed.tensors}, {**facts, _FACT: packed.json}
 
 
-def restore_apart(optimizer: torch.optim.Optimizer, model: nn.Module, packed: Packed) -> None:
-    """The inverse of `pack_apart`, once the model and the state dict are loaded. Raises `CheckpointError`."""
-    here = places(model)
-    referred, packages = _apart(optimizer, model), packages_of(optimizer)
-    restore(optimizer, model, unpack(packed, "the optimizer's attributes", referred, packages=packages, **here))
+def without_attributes(state: State) -> tuple[State, Packed | None]:
+    """The inverse: the state as it was, and what was added to it."""
+    tensors, facts = state
+    if _FACT not in facts:
+        return state, None
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
+    others = {name: tensor for name, tensor in tensors.items() if name not in own}
+    return (others, {name: fact for name, fact in facts.items() if name != _FACT}), Packed(facts[_FACT], own)
+
+
+def restore_from(state: State, optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
+    """Restore what `with_attributes` has added, once the model and the state dict are loaded. Returns the rest. Raises `CheckpointError`."""
+    rest, held = without_attributes(state)
+    if held:
+        referred, packages = _apart(optimizer, model), packages_of(optimizer)
+        what = "the optimizer's attributes"
+        restore(optimizer, model, unpack(held, what, referred, packages=packages, **places(model)))
+    return rest
 
 
 def places(model: nn.Module) -> dict[str, Any]:
@@ -167,10 +188,14 @@ def known_to(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Tensor]
 
 
 def _apart(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Tensor]:
-    """Also the tensors of the optimizer's state, in an order that does not depend on who has loaded it."""
-    states = [part.state.get(parameter) for part in parts_of(optimizer) for parameter in parameters_of(part)]
-    entries = [state[name] for state in states if isinstance(state, dict) for name in sorted(state, key=str)]
-    return [*known_to(optimizer, model), *tensors_in(entries)]
+    """Also the tensors that the optimizer's state dict has of its state, in an order that does not depend on who has loaded it."""
+    found = known_to(optimizer, model)
+    for part in parts_of(optimizer):
+        saved = {id(tensor) for tensor in tensors_in(part.state_dict())}
+        states = [state for parameter in parameters_of(part) if isinstance(state := part.state.get(parameter), dict)]
+        entries = [state[name] for state in states for name in sorted(state, key=str)]
+        found += [tensor for tensor in tensors_in(entries) if id(tensor) in saved]
+    return found
 
 
 def packages_of(optimizer: torch.optim.Optimizer) -> set[str]:

@@ -67,6 +67,11 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if is_sharded(parameter) else parameter
 
 
+def held_by(part: Tensor, values: Tensor) -> Tensor:
+    """`values` as `part` holds them. The bf16 rounding error is not sent: the anchor keeps it."""
+    return values.to(part.dtype).to(values.dtype) if part.dtype.itemsize < values.dtype.itemsize else values
+
+
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names and parameters that are trained, tied ones once; `torch.compile`'s prefix is removed from the names."""
     named = [(name.replace("_orig_mod.", ""), p) for name, p in model.named_parameters() if p.requires_grad]

@@ -7,14 +7,10 @@ unit of time is a *round* of one fragment (`number`, from 0); with gradients thi
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from thinwire.codecs import Codec
-from thinwire.rng import Key
 from thinwire.types import State
 
 LONG_RUN = 1 << 40  # a round after all warm-ups
@@ -57,6 +53,13 @@ class Policy(Protocol):
         """The codec of round `number` of a fragment of `numel` elements, instead of its fitted `codec`."""
 
 
+class Decision(Protocol):
+    """A decision on its way, of one round."""
+
+    def on_arrival(self) -> State:
+        """Wait for it, and return the policy's next state. Raises `LinkError`, `PacketError`."""
+
+
 @runtime_checkable
 class Deciding(Policy, Protocol):
     """A policy that learns from the values that are encoded. In some rounds replica 0 decides, and sends its decision with the round. So all
@@ -66,11 +69,9 @@ class Deciding(Policy, Protocol):
     def tells(self, codec: Codec, number: int) -> int:
         """Number of fp32 values that replica 0 sends to the others in round `number`."""
 
-    def decide(self, codec: Codec, signal: Callable[[int, int], Tensor], numel: int, key: Key) -> Tensor:
-        """These finite fp32 values, from the `signal` that round `key.round` of a fragment of `numel` elements encodes on replica 0."""
-
-    def told(self, codec: Codec, told: Tensor) -> State:
-        """The next state, from the values `told` by replica 0. Raises `PacketError` if it cannot have sent them."""
+    def before_send(self, codec: Codec, round_: Any) -> Decision | None:
+        """Called on the sending thread when `round_` (exchange/round.py) has departed: replica 0 sends its decision, the others expect it. None if
+        nothing is decided in this round."""
 
 
 @dataclass(frozen=True)

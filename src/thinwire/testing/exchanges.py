@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.comm import CountedGroup, Group, Ledger, run_threads
 from thinwire.errors import ConfigurationError
-from thinwire.exchange import Exchange, Round, SendContext
+from thinwire.exchange import Arriving, Exchange, Round, SendContext
 from thinwire.exchange.base import fits as fits
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
@@ -32,14 +32,16 @@ class Went:
         self.covered = torch.zeros(delta.numel(), dtype=torch.int)
         round_ = Round(context, codec, delta.numel(), key, lambda begin, end: delta[begin:end], 0, (number,))
 
-        def settle(begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
+        before = {name: kept.clone() for name, kept in state.items()}
+        arriving = Arriving(exchange.arrive(exchange.depart(round_, state)))
+        for begin, mean, own in arriving:
             end = begin + mean.numel()
             self.covered[begin:end] += 1
             self.estimate[begin:end] = mean
-            self.sent[begin:end] = sent()
-
-        before = {name: kept.clone() for name, kept in state.items()}
-        arrival = exchange.arrive(exchange.depart(round_, state), settle)
+            law(own is not None, "a round that decodes_own gets no own values")
+            self.sent[begin:end] = mean if own is None else own
+        round_.close()
+        arrival = arriving.arrival
         law(
             all(same_bits(kept, before[name]) for name, kept in state.items()), "a round changes the state it was given"
         )

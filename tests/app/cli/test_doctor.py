@@ -18,7 +18,7 @@ from rich.console import Console
 from thinwire import streaming_diloco
 from thinwire.app.cli import checks as machine
 from thinwire.app.cli import doctor
-from thinwire.app.cli.capacity import check_capacity, choose_defaults
+from thinwire.app.cli.capacity import Needs, check_capacity, choose_defaults
 from thinwire.app.trainer.place import device_of
 from thinwire.app.trainer.run import Run
 from thinwire.app.trainer.setup import outline_model
@@ -222,11 +222,10 @@ def test_a_replica_that_its_gpu_cannot_hold_is_refused_whatever_the_host_has(mon
     monkeypatch.setattr(machine, "memory", lambda: (10**12, 10**12))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     run = Run.of(model="mini")
-    model, strategy = outline_model(run.model, 128, 0, 256), run.make_strategy()
-    numels = [fragment.numel for fragment in strategy.partition.fragments(model)]
+    model = outline_model(run.model, 128, 0, 256)
     for free, level in ((50_000_000, "problem"), (80 * 10**9, "ok")):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 10**9))  # noqa: B023  # called at once
-        (found,) = doctor.room(run, model, strategy, numels)
+        (found,) = doctor.room(Needs.of(run, model))
         assert found.level == level and ("on its GPU (predicted), and 50.0 MB are free" in found.says) == (
             level == "problem"
         )

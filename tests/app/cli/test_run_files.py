@@ -15,7 +15,9 @@ from thinwire.app.cli.options import MOST_USED, read
 from thinwire.app.cli.train import Options
 from thinwire.app.trainer.run import PART_OF, PARTS, Run
 from thinwire.app.trainer.setup import learning_rate
+from thinwire.app.trainer.trainer import Trainer
 from thinwire.errors import ConfigurationError
+from thinwire.strategy import Strategy
 
 SIMULATE = ("simulate", "run")
 
@@ -30,6 +32,24 @@ def simulated(capsys: Any, *arguments: str) -> tuple[dict[str, Any], str]:
     assert main([*SIMULATE, *arguments, "--step-seconds", "0.1", "--json"]) == 0
     printed = capsys.readouterr()
     return json.loads(printed.out), printed.err
+
+
+def test_a_run_makes_its_strategy_once_and_hands_it_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the command line to the first inner step of two replicas; the defaults, which options replace, are a run of their own."""
+    monkeypatch.setattr("thinwire.app.trainer.data.default_cache", lambda: tmp_path / "cache")
+    Path("text.txt").write_text("".join(f"line {i}: thin wires carry {i}\n" for i in range(1000)))
+    made, known, check, step = [0], list[int](), Strategy.__post_init__, Trainer._inner_step
+    monkeypatch.setattr(Strategy, "__post_init__", lambda self: (check(self), made.__setitem__(0, made[0] + 1)))
+    monkeypatch.setattr(Trainer, "_inner_step", lambda self: (known.append(made[0]), step(self)))
+    asked = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
+    assert main(["train", *asked, "--text", "text.txt", "--steps", "1", "--seed", "3", "--out", "run"]) == 0
+    assert len(known) == 2 and max(known) <= 3
+
+    run = Run.of(strategy="diloco", seed=3)
+    assert run.changed(steps=9, lr=0.5, replicas=3).plan is run.plan
+    for change in ({"every": 7}, {"clip": 0.5}, {"seed": 4}, {"optimizer": "SGD()"}):
+        anew = Run.of(**({"strategy": "diloco", "seed": 3} | change))
+        assert run.changed(**change).plan == anew.plan != run.plan
 
 
 def test_a_run_file_has_a_table_for_each_part() -> None:

@@ -92,6 +92,23 @@ def test_a_signal_ends_a_start_that_waits_outside_python(tmp_path: Path, where: 
         time.sleep(0.05)
 
 
+@pytest.mark.slow
+def test_a_signal_to_one_replica_that_has_not_trained_ends_the_run(tmp_path: Path) -> None:
+    """The other waits for it, and would do so until the launcher counts it as lost."""
+    (tmp_path / "job.py").write_text(JOB.replace("WHERE", WHERE["processes"]))
+    process = started(tmp_path, "--job", "job.py", "--out", "run", "--carrier", "processes")
+    while not (tmp_path / "waits").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    processes = tree(process.pid)
+    (alone,) = (one for one in processes if b"RANK=1" in Path(f"/proc/{one}/environ").read_bytes().split(b"\0"))
+    os.kill(alone, signal.SIGTERM)
+    assert process.communicate()[1].splitlines()[-1] == "thinwire train: interrupted"
+    assert process.returncode == 128 + signal.SIGTERM
+    while any(map(lives, processes)):
+        time.sleep(0.05)
+
+
 def test_a_signal_to_a_fork_is_not_one_to_its_parent() -> None:
     """The processes of a loader are forks, and are ended by SIGTERM."""
     with ending_in_time("interrupted"):

@@ -196,7 +196,7 @@ def test_a_run_that_waited_names_the_command_that_finds_a_delay(make_run: Callab
     )
     assert stall_advice(RunRecord.load(wide), wide) == ""
     record = RunRecord.load(thin)
-    unknown = replace(record, replicas=[replace(one, start=one.start | {"link": None}) for one in record.replicas])
+    unknown = replace(record, replicas=[replace(one, start=replace(one.start, link={})) for one in record.replicas])
     assert "thin/run.toml --link RATE,DELAY (of your link) shows" in stall_advice(unknown, thin)
     waited = told.partition(";")[0]
     for strategy, advice in {

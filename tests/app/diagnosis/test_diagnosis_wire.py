@@ -15,6 +15,7 @@ import pytest
 from namespaces import Bridge, Namespaces, missing
 from run_folders import read_events
 
+from thinwire.app.records.run_record import RunRecord
 from thinwire.app.report.diagnosis import diagnose
 
 REASON = missing()
@@ -106,7 +107,7 @@ def test_each_fault_over_real_sockets_is_diagnosed(case, tmp_path):
         bridge.shape(RATE)
         bench = Bench(space, tmp_path)
         bench.wait(lambda: bench.rounds() >= HEALTHY)
-        before = diagnose(tmp_path)
+        before = diagnose(RunRecord.load(tmp_path))
         fault(bench)
         if hangs:
             others = [
@@ -116,7 +117,7 @@ def test_each_fault_over_real_sockets_is_diagnosed(case, tmp_path):
         else:
             seen = bench.rounds()
             bench.wait(lambda: bench.rounds() >= seen + MORE)
-        during = diagnose(tmp_path)
+        during = diagnose(RunRecord.load(tmp_path))
     print(f"\n{case}: " + " | ".join(during.lines()[:2]))
     assert not before.findings, before.verdict
     found = {(f"{finding.syndrome}: {finding.side}", frozenset(finding.who)) for finding in during.findings}

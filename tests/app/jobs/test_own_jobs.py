@@ -6,15 +6,12 @@ import json
 import multiprocessing
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from fresh import forget_own_files
-from own_jobs import JOB, PLAIN, SMALL, drop_checkpoints, last_losses, train, weights
+from own_jobs import JOB, PLAIN, drop_checkpoints, last_losses, train, weights
 from pages import ROOT
 from safetensors import SafetensorError
 from safetensors import torch as safetensors
@@ -37,7 +34,7 @@ def test_a_job_trains_is_reported_and_resumes_bit_for_bit(here: Path, capsys: py
     """The checkpoint of step 5 has a round in the air, which departed at 4 and lands at 6."""
     assert train("whole", "--steps", "12") == 0
     record = RunRecord.load("whole")
-    assert record.status == "finished" and record.unit == "batches" and record.summary.tokens == 2 * 12
+    assert record.status == "finished" and record.start.unit == "batches" and record.summary.tokens == 2 * 12
     assert record.summary.parameters == 4 * 16 + 16 + 16 * 2 + 2
     first, *_, last = record.evaluations.loss
     assert last < first
@@ -75,7 +72,7 @@ def test_a_job_without_a_state_reads_its_batches_again_on_resume(
     command += ["--replicas", "1", "--batch", "3", "--steps", "12", "--strategy", "diloco", "--every", "4"]
     assert main([*command, "--out", "whole"]) == 0
     record = RunRecord.load("whole")
-    assert record.unit == "samples" and record.summary.tokens == 36
+    assert record.start.unit == "samples" and record.summary.tokens == 36
     events = [json.loads(line) for line in Path("whole/events/replica-0.jsonl").read_text().splitlines()]
     # the rate of the job's own optimizer
     assert {event["lr"] for event in events if event["event"] == "step"} == {0.05}
@@ -84,40 +81,6 @@ def test_a_job_without_a_state_reads_its_batches_again_on_resume(
     assert main(["train", "--resume", "--out", "cut"]) == 0
     assert weights("cut") == weights("whole") and last_losses("cut") == last_losses("whole")
     assert "15 of its batches were read again" in capsys.readouterr().out
-
-
-def thinwire(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "thinwire", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-
-
-@pytest.mark.slow
-def test_killed_processes_resume_to_the_weights_of_an_uninterrupted_run(here: Path) -> None:
-    """kill -9 at the seventh step, with a round in the air. Before that, an error in the job that occurs only in training is shown
-    as one line."""
-    (here / "fail").touch()
-    failed = thinwire("train", "--job", "job.py", "--out", "failed", *SMALL, "--steps", "12")
-    line = JOB[: JOB.index("        raise ValueError")].count("\n") + 1
-    assert failed.returncode == 1 and failed.stderr == f"{here}/job.py:{line}, in loss: ValueError: two lines\n"
-    (here / "fail").unlink()
-    (here / "kill").touch()
-    killed = thinwire("train", "--job", "job.py", "--out", "run", *SMALL, "--steps", "12")
-    assert killed.returncode == 1 and f"killed by signal {int(signal.SIGKILL)}" in killed.stderr, killed.stderr
-    (here / "kill").unlink()
-    done = thinwire("train", "--resume", "--out", "run")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert train("whole", "--steps", "12") == 0
-    assert weights("run") == weights("whole")
-
-
-@pytest.mark.slow
-def test_a_job_runs_elastically_and_survives_a_kill(here: Path) -> None:
-    """The killed replica returns, and its data continues where its checkpoint was."""
-    (here / "job.py").write_text(JOB.replace("os.kill(", 'Path("kill").unlink(); os.kill('))
-    (here / "kill").touch()
-    done = thinwire("train", "--job", "job.py", "--elastic", "--out", "run", *SMALL, "--steps", "12", "--least", "1")
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert not (here / "kill").exists() and RunRecord.load("run").status == "finished"
 
 
 def test_methods_are_compared_on_a_job(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

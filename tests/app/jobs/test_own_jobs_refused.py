@@ -89,15 +89,17 @@ def test_errors_that_occur_only_in_training_are_named(here: Path, capsys: pytest
 
 
 @pytest.mark.slow
-def test_an_elastic_run_and_its_report_show_the_line_without_a_class(
-    here: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("more", [[], ["--elastic"]], ids=["fixed", "elastic"])
+def test_processes_and_their_report_show_the_line_without_a_class(
+    here: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     source = JOB.replace("return Points(share)", "yield from list(next(Points(share)) for _ in range(3))")
     (here / "wrong.py").write_text(source)
-    assert main(["train", "--job", "wrong.py", "--elastic", "--out", "run", *SMALL, "--steps", "6"]) == 1
-    out, said = capsys.readouterr()
-    assert f"is not started again: {here / 'wrong.py'}: batches(share) ended" in out
-    assert "JobError" not in out + said + "".join(note.text for note in RunRecord.load("run").notes)
+    assert main(["train", "--job", "wrong.py", "--out", "run", *SMALL, "--steps", "6", *more]) == 1
+    out, told = capsys.readouterr()
+    line = f"{here / 'wrong.py'}: batches(share) ended"
+    assert (f"is not started again: {line}" in out) == bool(more) and line in told
+    assert "JobError" not in out + told + "".join(note.text for note in RunRecord.load("run").notes)
 
 
 def test_settings_that_contradict_a_job_are_refused(here: Path) -> None:

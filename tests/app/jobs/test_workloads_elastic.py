@@ -107,5 +107,5 @@ def test_a_process_is_killed_and_returns(job: str, tmp_path: Path) -> None:
     record = RunRecord.load(tmp_path / "run")
     survive(record)
     assert [replica.sessions for replica in record.replicas] == [1, 2, 1]
-    (weights,) = {replica.end["summary"]["weights"] for replica in record.replicas if replica.end}
+    (weights,) = {replica.end["weights"] for replica in record.replicas if replica.end}
     assert weights and all(replica.end for replica in record.replicas)

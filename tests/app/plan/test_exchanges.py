@@ -56,3 +56,11 @@ def test_the_fastest_exchange_matches_values_by_hand() -> None:
     site = Links(("a", "b", "c", "d"), thin, up=(8e7, 8e7, 8e8, 8e7), down=(8e7, 8e7, 8e8, 8e7))
     best = ways(site, 1e6)[0]  # only the links of one site are wide
     assert best.exchange == Star(2) and best.name == "over c" and best.seconds == pytest.approx(0.02 + 0.1 + 0.1)
+
+
+def test_both_directions_of_a_link_to_a_center_count_once() -> None:
+    """Behind a link that is slow in one direction."""
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    delay = {True: 0.3, False: 0.1}  # from the center, and to it
+    links = Links(("a", "b", "c"), {(a, b): Link(8e9, delay[a == 0]) for a, b in pairs}, up=(8e9,) * 3, down=(8e9,) * 3)
+    assert star_seconds(links, 1.0, 0) == pytest.approx(0.4)

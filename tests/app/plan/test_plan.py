@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -259,20 +261,8 @@ def test_probe_plan_and_train_work_in_sequence(
     small = ["--model", "nano", "--sequence", "16"]
     assert main(["probe", "--link", "20mbit,2ms", "--seconds", "0.05", "--trips", "2", *small]) == 0
     capsys.readouterr()
-    asked = [
-        "plan",
-        "links.toml",
-        "machine.toml",
-        *small,
-        "--text",
-        "text.txt",
-        "--tokens",
-        "4k",
-        "--out",
-        "new/plan.toml",
-        "--json",
-    ]
-    assert main(asked) == 0
+    text = ["--text", "text.txt", "--tokens", "4k", "--out", "new/plan.toml", "--json"]
+    assert main(["plan", "links.toml", "machine.toml", *small, *text]) == 0
     plan = json.loads(capsys.readouterr().out)
     best = plan["settings"][0]
     assert plan["word"] == "predicted" and plan["links"] == "emulated" and 0 < plan["refused"][0]["utilization"] < 1
@@ -290,76 +280,13 @@ def test_probe_plan_and_train_work_in_sequence(
     assert summary["steps"] == run.optimizer.steps and summary["tokens"] >= 4000
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["50mbit"], "no machine was given"),
-        (["nothing.toml", "machine.toml"], "nothing.toml cannot be read"),
-        (["50", "machine.toml"], "the link '50' was given"),
-        (["0mbit", "machine.toml"], "a positive rate is needed"),
-        (["50mbit", "nothing.toml"], "nothing.toml cannot be read"),
-        (["50mbit", "machine.toml", "--deadline", "soon"], "'soon' was given; a time is needed"),
-        (["50mbit", "machine.toml", "--replicas", "0"], "at least 1 is needed"),
-        (["50mbit", "machine.toml", "--model", "2b"], "model='2b': one of"),
-        (["50mbit", "machine.toml", "--top", "0"], "at least 1 row"),
-        (["50mbit", "machine.toml", "--model", "nano", "--ranks", "2", "--levels", "0"], "of at least 1 rank"),
-        (["50mbit", "machine.toml", "--model", "nano", "--ranks", "2", "--levels", "-2"], "of at least 1 rank"),
-        (["50mbit", "machine.toml", "--levels", "2"], "give --ranks, above 1, too"),
-        (["50mbit", "machine.toml", "--degrees", "2,8,8"], "give --ranks, above 1, too"),
-    ],
-)
-def test_wrong_arguments_are_an_error_of_one_line(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("machine.toml").write_text('memory = "8GB"\nflops_per_second = 1e11\n')
-    assert main(["plan", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1
-
-
-def test_the_printed_command_names_the_ranks_of_a_site(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_printed_command_names_the_ranks_of_a_site(plan: Callable[..., Any]) -> None:
     GPU.save(Path("gpu.toml"))
-    model = ["--model", "1b", "--tokenizer", "bpe:32000", "--sequence", "2048"]
-    assert (
-        main(
-            [
-                "plan",
-                "1gbit,20ms",
-                "gpu.toml",
-                "--replicas",
-                "4",
-                "--ranks",
-                "8",
-                "--degrees",
-                "2,8,8",
-                "--levels",
-                "2",
-                *model,
-            ]
-        )
-        == 0
-    )
-    said = " ".join(capsys.readouterr().out.split())
-    assert "exchange (predicted): a round of the largest fragment" in said and "around a ring" in said
-    assert "--nproc_per_node 8" in said and "ZeRO-3 (FSDP2)" in said and "2, 8, 8 │ three levels" in said
-
-
-def test_a_run_file_with_its_own_strategy_gets_a_new_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    replace(GPU, device="cpu").save(Path("machine.toml"))
-    Run.of(strategy="Strategy(schedule=Every(5))", model="nano", lr=0.003).save(Path("old.toml"))
-    assert (
-        main(["plan", "50mbit", "machine.toml", "--replicas", "1", "--run", "old.toml", "--tokens", "1", "--json"]) == 0
-    )
-    said = json.loads(capsys.readouterr().out)
-    assert [row["replicas"] for row in said["settings"]] == [1] * len(said["settings"]) and said["refused"] == []
-    assert Run.load(Path("plan.toml")).optimizer.lr == 0.003
+    model = "--model 1b --tokenizer bpe:32000 --sequence 2048"
+    code, out, _ = plan(f"1gbit,20ms gpu.toml --replicas 4 --ranks 8 --degrees 2,8,8 --levels 2 {model}")
+    told = " ".join(out.split())
+    assert code == 0 and "exchange (predicted): a round of the largest fragment" in told and "around a ring" in told
+    assert "--nproc_per_node 8" in told and "ZeRO-3 (FSDP2)" in told and "2, 8, 8 │ three levels" in told
 
 
 def test_short_host_memory_puts_outer_state_on_disk_and_says_what_the_disk_must_carry(tmp_path: Path) -> None:

@@ -130,14 +130,6 @@ def test_the_plan_writes_the_requested_figures(
     assert "predicted" in Path("r.html").read_text()
 
 
-@pytest.mark.parametrize("option", ["--frontier f.pdf", "--rates f"])
-def test_a_file_name_without_a_known_format_is_refused_before_any_work(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "50mbit", "nothing.toml", *option.split()]) == 2
-    assert "a name that ends with .svg, .html or .png is needed" in capsys.readouterr().err
-
-
 CURVE = {
     "type": "scatter",
     "mode": "lines",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
+from collections.abc import Callable
+from itertools import combinations, permutations
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from thinwire.app.cli import main
 from thinwire.app.plan import cost, search, sites
 from thinwire.app.plan.links import Links
 from thinwire.app.plan.machine import Machine
@@ -101,39 +102,28 @@ def test_the_work_of_the_search_does_not_grow_with_the_sites(monkeypatch: pytest
     assert followed_of_many <= 4 * (sites.MOST_SETS + 7)
 
 
-def test_the_command_leaves_out_a_slow_machine_with_the_best_link(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, speed in (("slow", 1e11), ("fast1", 2e12), ("fast2", 2e12)):
+def links_file(names: list[str], rate: Callable[[str, str], int]) -> None:
+    rows = [f'[[link]]\nfrom = "{a}"\nto = "{b}"\nalone = "{rate(a, b)}mbit,10ms"\n' for a, b in permutations(names, 2)]
+    Path("links.toml").write_text(f"names = {json.dumps(names)}\n" + "".join(rows))
+
+
+def test_the_command_leaves_out_a_slow_machine_with_the_best_link(plan: Callable[..., Any]) -> None:
+    names = ["slow", "fast1", "fast2"]
+    for name, speed in zip(names, (1e11, 2e12, 2e12)):
         Machine(name, 80 * 10**9, speed).save(Path(f"{name}.toml"))
-    wires = (("slow", "fast1", 100), ("slow", "fast2", 100), ("fast1", "fast2", 95))
-    rows = [f'[[link]]\nbetween = ["{a}", "{b}"]\nalone = "{rate}mbit,10ms"\n' for a, b, rate in wires]
-    Path("links.toml").write_text('names = ["slow", "fast1", "fast2"]\n' + "".join(rows))
-    model = ["--model", "100m", "--tokenizer", "bpe:32000", "--sequence", "512", "--methods", "diloco", "--json"]
-    assert main(["plan", "links.toml", "slow.toml", "fast1.toml", "fast2.toml", *model]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["settings"][0]["names"] == ["fast1", "fast2"] and said["settings"][0]["useful_tokens_per_second"] > 6000
-    assert "left-out: slow: would hold the others up more than help" in said["warnings"]
+    links_file(names, lambda a, b: 100 if "slow" in (a, b) else 95)
+    model = "--model 100m --tokenizer bpe:32000 --sequence 512 --methods diloco --json"
+    told = plan(f"links.toml slow.toml fast1.toml fast2.toml {model}").facts
+    assert told["settings"][0]["names"] == ["fast1", "fast2"] and told["settings"][0]["useful_tokens_per_second"] > 6000
+    assert "left-out: slow: would hold the others up more than help" in told["warnings"]
     assert Run.load(Path("plan.toml")).placement.replicas == 2
 
 
-def test_the_plan_counts_the_wait_for_a_slow_downlink(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_counts_the_wait_for_a_slow_downlink(plan: Callable[..., Any]) -> None:
     """Six sites, of which one has a downlink of 10 Mbit/s that carries the packets of the five others in turn."""
-    monkeypatch.chdir(tmp_path)
     Machine("m", 80 * 10**9, 2e12).save(Path("m.toml"))
-    names = [f"s{i}" for i in range(6)]
-    rows = [
-        f'[[link]]\nfrom = "{a}"\nto = "{b}"\nalone = "{10 if b == "s5" else 200}mbit,10ms"\n'
-        for a in names for b in names if a != b
-    ]  # fmt: skip
-    Path("links.toml").write_text(f"names = {json.dumps(names)}\n" + "".join(rows))
-    model = ["--model", "100m", "--sequence", "512", "--methods", "diloco", "--top", "99", "--json"]
-    assert main(["plan", "links.toml", "m.toml", *model]) == 0
-    row = next(
-        r for r in json.loads(capsys.readouterr().out)["settings"] if r["replicas"] == 6 and "every=30" in r["strategy"]
-    )
+    links_file([f"s{i}" for i in range(6)], lambda a, b: 10 if b == "s5" else 200)
+    rows = plan("links.toml m.toml --model 100m --sequence 512 --methods diloco --top 99 --json").facts["settings"]
+    row = next(row for row in rows if row["replicas"] == 6 and "every=30" in row["strategy"])
     waited = 30 * row["step_seconds"] * (1 / row["compute_utilization"] - 1)
     assert waited == pytest.approx(8 * row["period_nbytes"] / 10e6 + 0.01, rel=2e-3)  # and the work of the round itself

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from run_folders import read_events
 
 import thinwire as tw
 from thinwire.app.cli import main
-from thinwire.app.records.clocks import Bounds, Pair, common_bounds, offsets_of, solve, timed_records
+from thinwire.app.records.clocks import Bounds, Pair, common_bounds, offsets_of, solve
 from thinwire.app.records.events import EventLog
+from thinwire.app.records.history import History
 from thinwire.app.records.run_record import RunRecord
 from thinwire.exchange.record import Flow, Record
 
@@ -84,7 +84,7 @@ def write(folder: Path, swapped: bool = False) -> None:
 
 def test_a_run_on_several_machines_is_drawn_on_one_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path)
-    files = {path.stem: timed_records(read_events(path)) for path in sorted(tmp_path.glob("events/*.jsonl"))}
+    files = {path.stem: History.read(path).timed for path in sorted(tmp_path.glob("events/*.jsonl"))}
     found = offsets_of(files)
     assert list(found) == [f"replica-{name}" for name in AHEAD]
     for name, ahead in AHEAD.items():

@@ -15,7 +15,8 @@ import pytest
 from thinwire.app.cli import main
 from thinwire.app.records.history import History
 from thinwire.app.records.replica_record import smoothed
-from thinwire.app.records.run_record import RunRecord, provenance_of
+from thinwire.app.records.run_record import RunRecord
+from thinwire.app.records.start import Start as Begun
 from thinwire.app.records.units import text_of_loss, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.errors import DataError
 
@@ -214,10 +215,10 @@ def test_a_run_that_ended_without_a_lost_replica_is_finished(tmp_path: Path, wri
 
 def test_numbers_in_virtual_time_are_simulated(start: Start) -> None:
     begun = start(0, 1)
-    assert provenance_of(begun) == "emulated"
-    assert provenance_of(begun | {"link": None}) == "measured"
-    assert provenance_of(begun | {"carrier": "virtual time"}) == "simulated"
-    assert provenance_of(begun | {"link": None, "run": {"slow": [1.0, 2.0]}}) == "emulated"
+    assert Begun.of(begun).provenance == "emulated"
+    assert Begun.of(begun | {"link": None}).provenance == "measured"
+    assert Begun.of(begun | {"carrier": "virtual time"}).provenance == "simulated"
+    assert Begun.of(begun | {"link": None, "run": {"slow": [1.0, 2.0]}}).provenance == "emulated"
 
 
 def test_shards_count_as_one_replica(tmp_path: Path, write_events: Write, start: Start) -> None:

@@ -32,6 +32,11 @@ def own_text(page: str) -> str:
     return re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
 
 
+def text_of(*runs: Path) -> str:
+    """The text of the page of runs."""
+    return own_text(write_report([RunRecord.load(run) for run in runs], runs[0] / "page.html").read_text())
+
+
 def test_the_page_has_every_section_and_number(make_run: Make, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=150, killed_at=120)
     out = write_report([RunRecord.load(run)], tmp_path / "deep" / "report.html")
@@ -47,7 +52,7 @@ def test_the_page_has_every_section_and_number(make_run: Make, tmp_path: Path) -
 
 def test_two_runs_are_shown_side_by_side_with_differences_marked(make_run: Make, tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name, steps=60, rate=rate) for name, rate in (("thin", 1e7), ("wide", 1e8))]
-    text = own_text(write_report([RunRecord.load(one) for one in folders], tmp_path / "both.html").read_text())
+    text = text_of(*folders)
     assert "2 runs side by side" in text and text.count('class="chart"') == 1 + 5 * 2
     assert re.search(r'<tr class="differs"><th>rate</th>.*10 Mbit/s.*100 Mbit/s', text)
     assert "<tr><th>every</th>" in text
@@ -64,7 +69,7 @@ def test_several_runs_have_a_page_beside_that_of_the_first(make_run: Make, tmp_p
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, write_events: Any, start: Any) -> None:
     write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 1, link=None)])
-    text = own_text(write_report([RunRecord.load(tmp_path)], tmp_path / "report.html").read_text())
+    text = text_of(tmp_path)
     assert "still running or killed" in text and "measured" in text
 
 
@@ -77,16 +82,13 @@ def test_a_page_of_one_site_names_its_replica_and_one_of_all_has_all_their_machi
     head = json.loads(first)
     head["machine"] |= {"cores": 64, "gpu": None}
     log.write_text(f"{json.dumps(head)}\n{rest}")
-    text = own_text(write_report([RunRecord.load(run)], tmp_path / "all.html").read_text())
+    text = text_of(run)
     assert "the thin one is the training loss of replica 0, smoothed" in text
     assert "<th>cores</th><td><code>2; 64</code>" in text and "<th>gpu</th><td><code>–</code>" in text
     for replica in (0, 1):
         (run / "events" / f"replica-{replica}.jsonl").unlink()
-    record = RunRecord.load(run)
-    assert "the thin one is the training loss of replica 2, smoothed" in own_text(
-        write_report([record], tmp_path / "one.html").read_text()
-    )
-    titles = [view.layout["xaxis"]["title"]["text"] for view in loss_chart([record]).views]
+    assert "the thin one is the training loss of replica 2, smoothed" in text_of(run)
+    titles = [view.layout["xaxis"]["title"]["text"] for view in loss_chart([RunRecord.load(run)]).views]
     assert titles[2] == "bytes sent by replica 2"
 
 
@@ -105,12 +107,12 @@ def ended_with(run: Path, ledger: object) -> str:
     lines = [line for line in log.read_text().splitlines() if '"end"' not in line[:20]]
     lines.append(json.dumps({"event": "end", "seconds": 99.0, "step": 60, "summary": {"ledger": ledger}}))
     log.write_text("\n".join(lines) + "\n")
-    return own_text(write_report([RunRecord.load(run)], run / "report.html").read_text())
+    return text_of(run)
 
 
 def test_the_ledger_is_shown_by_purpose_and_peer(make_run: Make, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", replicas=1, steps=60)
-    assert "No ledger here" in own_text(write_report([RunRecord.load(run)], tmp_path / "a.html").read_text())
+    assert "No ledger here" in text_of(run)
     ledger = {"sent": {"packet": {"1": COUNT}, "vote": {"2": COUNT}}, "received": {"packet": {"1": COUNT}}}
     text = ended_with(run, ledger)
     row = re.search(r"<tr><th>replica 0</th><td>packet</td><td>1</td>(.*?)</tr>", text)
@@ -124,7 +126,7 @@ def test_the_ledger_is_shown_by_purpose_and_peer(make_run: Make, tmp_path: Path)
 
 def test_a_fragment_s_bytes_are_those_of_a_replica_to_all_others_in_a_round(make_run: Make, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", replicas=3, steps=60)
-    text = own_text(write_report([RunRecord.load(run)], tmp_path / "page.html").read_text())
+    text = text_of(run)
     table = text[text.index('id="section-fragments"') :]
     of = RunRecord.load(run).replicas[0]
     assert ">sent a round</th>" in table and ">a packet</th>" not in table

@@ -11,7 +11,7 @@ import pytest
 
 from thinwire.app.cli import main
 from thinwire.app.report.scraped import MISSED, ScrapedTop, is_address
-from thinwire.app.report.trackers.follow import following
+from thinwire.app.report.trackers import following
 from thinwire.errors import DataError
 
 pytest.importorskip("prometheus_client")

@@ -11,7 +11,6 @@ import sys
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ from pages import ROOT
 
 from thinwire.app.cli import main
 from thinwire.app.records.events import EVENTS
-from thinwire.app.report.trackers import sinks
-from thinwire.app.report.trackers.follow import Follower, following
-from thinwire.app.report.trackers.sinks import Row, open_sinks, parse_sinks
-from thinwire.app.report.trackers.table import METRICS, MetricValues
+from thinwire.app.report import trackers
+from thinwire.app.report.metrics import METRICS, MetricValues
+from thinwire.app.report.trackers import Follower, Sink, following, open_sinks, parse_sinks
 from thinwire.errors import ConfigurationError
 
 MakeRun = Callable[..., Path]
@@ -42,7 +40,7 @@ def test_the_page_and_the_dashboard_use_the_names_of_the_metrics() -> None:
     board = json.loads((ROOT / "examples/grafana.json").read_text())
     asked = {name for p in board["panels"] for t in p["targets"] for name in re.findall(r"thinwire_\w+", t["expr"])}
     assert len(asked) >= 12 and asked <= NAMES
-    assert all(f"`{name}`" in page for name in sinks.SINKS)
+    assert all(f"`{name}`" in page for name in trackers.SINKS)
 
 
 def test_gauges_keep_the_last_value_and_counters_add() -> None:
@@ -98,7 +96,7 @@ def test_a_killed_and_resumed_run_is_followed(make_run: MakeRun, tmp_path: Path)
     assert steps == list(range(1, 211)) and board.Scalars("evaluation_loss")[-1].step == 200
 
 
-class Failing:
+class Failing(Sink):
     """A tracker that fails at step 3."""
 
     where = "nowhere"
@@ -111,20 +109,13 @@ class Failing:
         if step == 3:
             raise RuntimeError("gone")
 
-    def rewind(self, replica: str, step: int) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
 
 def test_a_tracker_that_fails_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It fails under the real command; a resume continues after the last line."""
     monkeypatch.chdir(tmp_path)
-    tracker = ModuleType("tracker")
-    tracker.Failing = Failing  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tracker", tracker)
-    monkeypatch.setitem(sinks.SINKS, "wandb", Row("tracker", "Failing"))
+    monkeypatch.setitem(trackers.SINKS, "wandb", Failing)
     assert main(["new", "my_job.py"]) == 0
     train = ["train", "--job", "my_job.py", "--carrier", "threads", "--every", "4", "--delay", "1", "--out", "run"]
     train += ["--log", "wandb,jsonl"]
@@ -151,7 +142,6 @@ def test_unknown_and_missing_trackers_are_refused(
         ("prometheus", "prometheus_client"),
     ):
         monkeypatch.setitem(sys.modules, package, None)
-        monkeypatch.delitem(sys.modules, f"thinwire.app.report.trackers.{name}", raising=False)
         with pytest.raises(ConfigurationError, match=rf"pip install 'thinwire\[{name}\]'"):
             open_sinks({name: ""}, tmp_path, {})
     assert main(["report", str(make_run(tmp_path / "run", steps=10)), "--log", "prometheus"]) == 2

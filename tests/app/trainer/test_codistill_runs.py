@@ -15,7 +15,7 @@ from thinwire.app.cli import main
 from thinwire.app.cli.summary import summary_of
 from thinwire.app.records.run_record import RunRecord
 from thinwire.app.report.report import write_report
-from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer import launch, run_folder, supervisor
 from thinwire.app.trainer.job import check
 from thinwire.app.trainer.resuming import complete
 from thinwire.app.trainer.run import Run
@@ -44,14 +44,10 @@ def run_of(text: str, **changes: object) -> Run:
 def run_in(folder: Path, run: Run, resume: bool = False) -> Path:
     run = run.absolute()
     run_folder.new_folder(run, folder, resume)
-    if run.placement.carrier == "secure":
-        from thinwire.app.trainer.secure import train_secure
-
-        train_secure(run, folder, resume, lambda: None)
-    elif run.placement.carrier == "processes":
-        launch.train_processes(run, folder, resume, lambda: None)
-    else:
+    if run.placement.carrier == "threads":
         launch.train_threads(run, folder, resume, lambda: None)
+    else:
+        supervisor.train_processes(run, folder, resume, lambda: None)
     return folder
 
 
@@ -68,12 +64,12 @@ def test_a_run_names_each_model_and_is_resumed_bit_for_bit(tmp_path: Path, text:
     assert list(losses) == ["replica-0 (nano)", "replica-1 (tiny)"] and len(set(losses.values())) == 2
     assert [what for what, _ in record.summary.figures()][:2] == [f"evaluation: {name}" for name in losses]
     assert record.summary.eval_loss == pytest.approx(sum(losses.values()) / 2) and not record.remarks
-    assert record.replicas[0].start["parameters"] < record.replicas[1].start["parameters"]
+    assert record.replicas[0].start.parameters < record.replicas[1].start.parameters
     method = run.make_method()
     assert method
     bound = sum(method.nbytes_per_period(0, 2, period=period) for period in range(2))
     for replica in record.replicas:
-        sent = replica.end["summary"]["ledger"]["sent"]["packet"] if replica.end else {}
+        sent = replica.end["ledger"]["sent"]["packet"] if replica.end else {}
         assert 2 * 48 < sum(count["nbytes"] for count in sent.values()) < replica.foreseen == bound
     assert write_report([RunRecord.load(whole)], whole / "report.html").stat().st_size > 10_000 and complete(run, whole)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,35 +181,31 @@ def test_token_weights_and_eviction_work_in_an_elastic_run(
             check(run.changed(carrier="threads", **change))
 
 
-def test_another_run_is_refused_by_name(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
-    other = run.changed(seed=5)
+def met_by(
+    cluster: SimulatedCluster, run: Run, folder: Path, stranger: Callable[[str], Any]
+) -> tuple[BaseException, dict[str, Any]]:
+    """The error of a replica that calls `stranger` when two others of `run` have begun, and what the two end with."""
 
-    def stranger(name: str) -> Any:
+    def late(name: str) -> Any:
         with cluster.time:
-            cluster.wait(name, lambda: False, 8.0)  # the others have begun
-        return living(cluster, other, tmp_path / "other")(name)
+            cluster.wait(name, lambda: False, 8.0)
+        return stranger(name)
 
-    two = living(cluster, dataclasses.replace(run), tmp_path / "run")
-    ended = cluster.play({"replica-0": two, "replica-1": two, "rome": stranger})
-    assert isinstance(ended["rome"], DisagreementError) and "seed: 5 there, 0 at 'replica-" in str(ended["rome"])
-    assert ended["replica-0"]["weights"] == ended["replica-1"]["weights"]
+    two = living(cluster, run, folder)
+    ended = cluster.play({"replica-0": two, "replica-1": two, "rome": late})
+    assert isinstance(ended["rome"], DisagreementError)
+    return ended.pop("rome"), ended
 
 
-def test_a_replica_with_another_text_of_the_same_length_is_refused(
-    cluster: SimulatedCluster, run: Run, tmp_path: Path
+@pytest.mark.parametrize(("other", "says"), [("run", "seed: 5 there, 0 at 'replica-"), ("text", "text: ")])
+def test_another_run_or_text_of_the_same_length_is_refused_by_name(
+    cluster: SimulatedCluster, run: Run, tmp_path: Path, other: str, says: str
 ) -> None:
     text = tmp_path / "other.txt"
     text.write_text(Path(run.data.text[0]).read_text().replace("thin", "thei"))
-    other, folder = run.changed(text=(str(text),)), tmp_path / "other"
-
-    def stranger(name: str) -> Any:
-        with cluster.time:
-            cluster.wait(name, lambda: False, 8.0)  # the others have begun
-        return living(cluster, other, folder)(name)
-
-    two = living(cluster, run, tmp_path / "run")
-    ended = cluster.play({"replica-0": two, "replica-1": two, "rome": stranger})
-    assert isinstance(ended["rome"], DisagreementError) and "text: " in str(ended["rome"])
+    foreign = run.changed(seed=5) if other == "run" else run.changed(text=(str(text),))
+    error, others = met_by(cluster, run, tmp_path / "run", living(cluster, foreign, tmp_path / "other"))
+    assert says in str(error) and others["replica-0"]["weights"] == others["replica-1"]["weights"]
 
 
 def test_a_resume_that_the_others_refuse_leaves_the_run_file(
@@ -221,15 +217,12 @@ def test_a_resume_that_the_others_refuse_leaves_the_run_file(
     before = (folder / "run.toml").read_text()
 
     def stranger(name: str) -> Any:
-        with cluster.time:
-            cluster.wait(name, lambda: False, 8.0)  # the others have begun
         with run_folder.claimed(folder, True):
             run_folder.new_folder(run.changed(lr=0.5), folder, True)
             return living(cluster, run_folder.run_in(folder), folder, resume=True)(name)
 
-    two = living(cluster, run, tmp_path / "run")
-    ended = cluster.play({"replica-0": two, "replica-1": two, "rome": stranger})
-    assert isinstance(ended["rome"], DisagreementError) and "lr: 0.5 there" in str(ended["rome"])
+    error, _ = met_by(cluster, run, tmp_path / "run", stranger)
+    assert "lr: 0.5 there" in str(error)
     assert (folder / "run.toml").read_text() == before
     assert {path.name for path in folder.iterdir()} == {"run.toml", "events"}
 
@@ -286,10 +279,10 @@ def test_a_replica_says_at_once_that_its_lighthouse_does_not_answer(
     with socket.socket() as closed:  # bound, but not listening
         closed.bind(("127.0.0.1", 0))
         address, told = f"127.0.0.1:{closed.getsockname()[1]}", list[object]()
-        monkeypatch.setattr(supervisor._Replica, "begin", lambda replica, resume: None)
+        monkeypatch.setattr(supervisor._Member, "begin", lambda replica, resume: None)
         monkeypatch.setattr(supervisor, "_watch", lambda *given: None)
         joining = supervisor.JoiningReplica(AtLighthouse(address), "oslo")
-        supervisor.train_elastic(run, tmp_path, False, lambda: None, told.append, joining)
+        supervisor.train_processes(run, tmp_path, False, lambda: None, say=told.append, joining=joining)
     (line,) = told
     assert str(line).startswith(f"oslo waits: the lighthouse at {address} does not answer (")
 

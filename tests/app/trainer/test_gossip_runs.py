@@ -12,7 +12,7 @@ import torch
 from run_folders import read_events
 from safetensors.torch import load_file
 
-from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer import launch, run_folder, supervisor
 from thinwire.app.trainer.resize import resize
 from thinwire.app.trainer.run import Run
 from thinwire.errors import ConfigurationError
@@ -30,7 +30,7 @@ def small_run(text: str, **changes: object) -> Run:
 
 def run_in(folder: Path, run: Run, resume: bool = False) -> None:
     run_folder.new_folder(run, folder, resume)
-    train = launch.train_threads if run.placement.carrier == "threads" else launch.train_processes
+    train = launch.train_threads if run.placement.carrier == "threads" else supervisor.train_processes
     train(run, folder, resume, lambda: None)
 
 

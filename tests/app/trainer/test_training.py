@@ -104,7 +104,7 @@ def test_an_entropy_stage_changes_bytes_only(tmp_path: Path, text: str) -> None:
     assert record.replicas[0].nbytes_sent == counted["nbytes"] < 0.95 * foreseen == 0.95 * record.replicas[0].foreseen
     assert ("foreseen at most", text_of_nbytes(record.summary.wire_bytes_foreseen)) in record.summary.figures()
     page = write_report([RunRecord.load(coded)], tmp_path / "report.html").read_text()
-    assert "the codec's sizes depend on the values, and the most they can be was foreseen" in page
+    assert "sizes depend on the values, and the most they can be was foreseen" in page
 
 
 def test_figures_of_machines_that_are_slowed_down_are_emulated(tmp_path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from small_runs import cut_back, events_of, model_of, run_in, small_run
 
 from thinwire import checkpoint
-from thinwire.app.cli import disk, main
+from thinwire.app.cli import capacity, main
 from thinwire.app.records.events import EventLog
 from thinwire.app.records.run_record import RunRecord
 from thinwire.app.trainer import export as stored
@@ -242,18 +242,18 @@ def test_a_disk_that_is_too_small_is_told_before_training(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     free = [700_000]
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    monkeypatch.setattr(capacity.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     assert main(["train", "--text", text, "--model", "nano", "--out", str(tmp_path / "run")]) == 2
     assert "700 kB of the disk are free, and the trained model needs 723 kB" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     run, free[0], out = small_run(text, keep=2), 12_000_000, io.StringIO()
-    disk.room_on_disk(run, job.check(run), 2, tmp_path / "run", Console(file=out))
+    capacity.room_on_disk(run, job.check(run), 2, tmp_path / "run", Console(file=out))
     assert "needs 27.4 MB (predicted): 723 kB for the model" in out.getvalue()
     assert "for a checkpoint, of which 6 are there at once" in out.getvalue()
     assert "Free some space, or --keep fewer, or choose another --out." in " ".join(out.getvalue().split())
     (saved := tmp_path / "run/checkpoints/replica-0/step-00000001").mkdir(parents=True)
     (saved / "model.safetensors").write_bytes(bytes(500_000))
-    disk.room_on_disk(run, job.check(run), 2, tmp_path / "run", Console(file=out))
+    capacity.room_on_disk(run, job.check(run), 2, tmp_path / "run", Console(file=out))
     assert "12.5 MB of the disk are free or have its checkpoints, and" in (told := " ".join(out.getvalue().split()))
     assert told.endswith("Free some space, or --keep fewer."), "a run that has begun stays in its folder"
 

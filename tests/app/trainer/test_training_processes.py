@@ -20,7 +20,7 @@ from listening import addresses, tree
 from small_runs import STEPS, events_of, model_of, run_in, small_run
 
 from thinwire.app.cli import main
-from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer import launch, run_folder, supervisor
 from thinwire.app.trainer.run import Run
 from thinwire.errors import LinkError
 
@@ -33,15 +33,15 @@ def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> Non
         (tmp_path / f"logs/replica-{rank}.txt").write_text(said)
     words = {rank: launch.last_words(tmp_path / f"logs/replica-{rank}.txt", 4) for rank in range(4)}
     last = {rank: said or "it ended without a message" for rank, said in words.items()}
-    told = launch._post_mortem({rank: last[rank] for rank in (0, 1, 2)}, [-9, -9, 1, 0], Run(), tmp_path)
+    told = launch.post_mortem({rank: last[rank] for rank in (0, 1, 2)}, [-9, -9, 1, 0], Run(), tmp_path)
     assert told.startswith(
         "replicas 0, 1 (killed by signal 9): it ended without a message\nAll that the replicas printed"
     )
     assert "resume" not in told  # there is no checkpoint to resume from
     for rank in range(4):
-        assert "resume" not in launch._post_mortem({3: last[3]}, [0, 0, 0, 1], Run(), tmp_path)  # not all have one
+        assert "resume" not in launch.post_mortem({3: last[3]}, [0, 0, 0, 1], Run(), tmp_path)  # not all have one
         (tmp_path / f"checkpoints/replica-{rank}/step-00000005").mkdir(parents=True)
-    assert launch._post_mortem({3: last[3]}, [0, 0, 0, 1], Run(), tmp_path).splitlines() == [
+    assert launch.post_mortem({3: last[3]}, [0, 0, 0, 1], Run(), tmp_path).splitlines() == [
         "replica 3 (exit code 1): DataError: no text",
         f"All that the replicas printed is in {tmp_path / 'logs'}. To resume: thinwire resume {tmp_path}",
     ]
@@ -100,7 +100,7 @@ def test_a_run_that_has_ended_without_a_replica_is_not_to_be_resumed(
 def processes_of(folder: Path) -> list[int]:
     """Returns the process ids of the replicas that `train_processes` started for `folder`."""
     listed = subprocess.run(
-        ["pgrep", "-f", f"thinwire.app.trainer.launch {folder}"], capture_output=True, text=True, check=False
+        ["pgrep", "-f", f"thinwire.app.trainer.supervisor {folder}"], capture_output=True, text=True, check=False
     )
     return [int(line) for line in listed.stdout.split()]
 
@@ -146,7 +146,7 @@ def test_a_hanging_replica_is_ended_and_the_error_of_its_peer_is_reported(
     """The kill by the launcher itself must not be reported as the cause."""
     hangs = "import os, sys, time; rank = os.environ['RANK']; time.sleep(3600 * int(rank)); sys.exit('LinkError: 1 is late')"
     start, given = subprocess.Popen, []
-    monkeypatch.setattr(launch, "_GRACE", 0.5)
+    monkeypatch.setattr(supervisor, "_GRACE", 0.5)
 
     def instead(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
         given.append(options["env"])
@@ -158,7 +158,7 @@ def test_a_hanging_replica_is_ended_and_the_error_of_its_peer_is_reported(
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     run_folder.new_folder(small_run(text), tmp_path / "run", resume=False)
     with pytest.raises(LinkError) as caught:
-        launch.train_processes(small_run(text), tmp_path / "run", False, lambda: None)
+        supervisor.train_processes(small_run(text), tmp_path / "run", False, lambda: None)
     lines = str(caught.value).splitlines()
     assert lines[:2] == [
         "replica 1 did not end in 0.5 s and was killed",
@@ -182,7 +182,7 @@ if os.environ["RANK"] == "1": sys.exit("LinkError: the server of this site is lo
 while not os.path.exists({str(go)!r}): time.sleep(0.01)
 """
     start = subprocess.Popen
-    monkeypatch.setattr(launch, "_GRACE", 0.0)
+    monkeypatch.setattr(supervisor, "_GRACE", 0.0)
 
     def instead(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
         started.append(start([sys.executable, "-c", program], **options))
@@ -197,7 +197,7 @@ while not os.path.exists({str(go)!r}): time.sleep(0.01)
     run = small_run(text, strategy="halos", delay=None)
     run_folder.new_folder(run, tmp_path / "run", resume=False)
     with pytest.raises(LinkError) as caught:
-        launch.train_processes(run, tmp_path / "run", False, tick)
+        supervisor.train_processes(run, tmp_path / "run", False, tick)
     assert str(caught.value).splitlines()[:2] == [
         "The run ended without lost replicas, on replica 0.",
         "replica 1 (exit code 1): LinkError: the server of this site is lost",

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import thinwire as tw
 from thinwire.comm import state_transfer
 from thinwire.drivers.elastic.driver import ElasticDriver
 from thinwire.drivers.elastic.messages import Outcome, Ready
+from thinwire.drivers.elastic.plan import RoundPlan
 from thinwire.drivers.fragment import first_state
 from thinwire.errors import EndedError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
@@ -167,6 +169,25 @@ def test_all_steps_of_a_delta_that_was_taken_back_are_still_to_be_sent() -> None
     assert elastic.facts()["travelled"] == [0.0]
     elastic._take_over(Outcome(0, 1, torch.ones(4), counted=later), torch.ones(4), step=18)
     assert elastic.facts()["travelled"] == [9.0], "those of the first are still to be sent"
+
+
+def test_a_whole_period_after_rounds_of_single_steps_counts_in_full() -> None:
+    """Rounds follow each other at every step while others make up for an outage. The guard took the next whole period for a broken batch."""
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4))
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    piece = first_state(strategy, tw.pieces.partition.Fragment("all", [("all", parameter)]), 0, 0, 1)
+    elastic = ElasticDriver(
+        training(strategy, [parameter], [piece], lambda *_, **__: None), SimulatedCluster().membership("a", least=1)
+    )
+    for number, steps in enumerate([1] * 8 + [4]):
+        with torch.no_grad():
+            parameter -= float(steps)
+        elastic._trained += steps
+        delta = elastic._bring(0, number)
+        assert torch.equal(delta.delta, torch.full((4,), float(steps)))
+        elastic._take_over(
+            Outcome(0, number, parameter.detach().clone(), counted=delta), parameter.detach().clone(), number
+        )
 
 
 def test_a_frozen_replica_takes_part_again_after_it_thaws() -> None:
@@ -365,7 +386,7 @@ def test_a_member_that_voted_with_one_that_dies_is_not_left_behind(monkeypatch: 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_faults_leave_equal_anchors(seed: int) -> None:
     chance, names = random.Random(seed), "abcd"[: 2 + seed % 3]
-    cluster, record = SimulatedCluster(), RecordedRun()
+    cluster, record = SimulatedCluster(order=seed), RecordedRun()
     said = order_faults(cluster, chance, 8, names)
     print(f"seed {seed}: {'; '.join(said)}")
     least = len(names) // 2 + 1
@@ -390,3 +411,39 @@ def test_no_module_reads_the_wall_clock() -> None:
         assert not re.search(
             r"\btime\.(time|time_ns)\(|\bdatetime\.(now|utcnow)|\blocaltime|\bgmtime", path.read_text()
         ), path
+
+
+def test_no_two_rounds_of_a_run_have_one_number() -> None:
+    """Keys of stochastic rounding and tags of messages hold it: a round that failed is held again under the next one."""
+    cluster, record = SimulatedCluster(), RecordedRun()
+    cluster.later(5.0, lambda: cluster.damage("a", "b"))
+    agree(train_all(cluster, record), record)
+    rounds = [(name, fields) for name, event, fields in record.events if event == "round" and fields["counted"]]
+    assert any(fields["committed"] is False for _, fields in rounds)
+    for member in "abc":
+        numbers = [fields["round"] for name, fields in rounds if name == member]
+        assert numbers == sorted(set(numbers))
+
+
+def test_a_round_whose_delta_was_given_back_meanwhile_is_held_again_without_it() -> None:
+    """Its replica may have got back an earlier delta that this one holds too: both would count it."""
+    cluster, record = SimulatedCluster(), RecordedRun()
+
+    def run(name: str) -> Toy:
+        toy = Toy(cluster, name, record)
+        loop = toy.elastic.rounds.loop
+        level = loop._level
+
+        def renewed(view: View, plan: RoundPlan, *rest: Any) -> None:
+            level(view, plan, *rest)
+            if name == "a" and plan.round == 3:
+                for renewals in (toy.elastic._renewals, loop._renewals):
+                    renewals[plan.fragment] += 1
+
+        loop._level = renewed  # type: ignore[method-assign]
+        return toy.train(24)
+
+    agree(cluster.play({name: run for name in "abc"}), record)
+    rounds = [fields for name, event, fields in record.events if name == "a" and event == "round"]
+    (refused,) = [fields for fields in rounds if "may hold one that was counted" in fields["reason"]]
+    assert refused["committed"] is False and "a" in rounds[-2]["counted"]

@@ -15,7 +15,9 @@ from elastic_toy import RecordedRun, Toy, agree, one_thread
 from torch import Tensor
 
 from thinwire.codecs import Identity
+from thinwire.comm.group import TAGS
 from thinwire.errors import EndedError, LinkError
+from thinwire.membership.channel import mac
 from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.packet import HEADER_NBYTES, MAGIC
 
@@ -67,13 +69,49 @@ def connects_to_no_group(cluster: SimulatedCluster, toy: Toy) -> None:
     membership = toy.elastic.rounds.loop.membership
     connected, presence = membership._connected, membership._presence
 
-    def connect(verdict: Any) -> Any:
+    def connect(*about: Any) -> Any:
         if toy.step <= 8:
-            return connected(verdict)
+            return connected(*about)
         raise LinkError("it connects to none")
 
     membership._connected = connect  # type: ignore[method-assign]
     membership._presence = lambda *about: replace(presence(*about), **({"holds": ""} if toy.step > 8 else {}))  # type: ignore[method-assign]
+
+
+def greets(spoilt: Callable[[str, list[int]], list[int]], seconds: float) -> Callable[[SimulatedCluster, Toy], None]:
+    """It connects to each group, sends its greeting as `spoilt` for each receiver, and leaves after so many `seconds`."""
+
+    def greets_wrongly(cluster: SimulatedCluster, toy: Toy) -> None:
+        membership = toy.elastic.rounds.loop.membership
+        greet, presence = membership._greet, membership._presence
+
+        def wrong(group: Any, epoch: str, members: Any) -> dict[str, float]:
+            if toy.step <= 8:
+                return greet(group, epoch, members)
+            hello = list(mac(b"", "hello", epoch.encode(), members[group.rank].incarnation.encode())[:16])
+            sent = {rank: spoilt(members[rank].name, hello) for rank in range(group.size) if rank != group.rank}
+            group.post(TAGS, {rank: torch.tensor(text, dtype=torch.uint8) for rank, text in sent.items() if text}, {})
+            membership.sleep(seconds)
+            raise LinkError("it has left")
+
+        membership._greet = wrong  # type: ignore[method-assign]
+        membership._presence = lambda *about: replace(presence(*about), **({"holds": ""} if toy.step > 8 else {}))  # type: ignore[method-assign]
+
+    return greets_wrongly
+
+
+def sends_nothing(cluster: SimulatedCluster, toy: Toy) -> None:
+    """It greets the others, and waits until they have given up."""
+    loop = toy.elastic.rounds.loop
+    send = loop._fly
+
+    def silent(*about: Any) -> Any:
+        if toy.step <= 8:
+            return send(*about)
+        loop.membership.sleep(loop.membership.timeouts.transfer + 1.0)
+        raise LinkError("it sends nothing")
+
+    loop._fly = silent  # type: ignore[method-assign]
 
 
 def votes_late(cluster: SimulatedCluster, toy: Toy) -> None:
@@ -87,17 +125,21 @@ def votes_late(cluster: SimulatedCluster, toy: Toy) -> None:
     loop._decide = late  # type: ignore[method-assign]
 
 
-def never_votes(cluster: SimulatedCluster, toy: Toy) -> None:
-    """It names itself, too, as if it had only seen what the others do."""
-    loop = toy.elastic.rounds.loop
+def never_votes(names: str) -> Callable[[SimulatedCluster, Toy], None]:
+    """It blames `names`."""
 
-    def never(*about: Any) -> bool:
-        loop.membership.sleep(16.0)
-        return False
+    def never_votes(cluster: SimulatedCluster, toy: Toy) -> None:
+        loop = toy.elastic.rounds.loop
 
-    loop._decide = never  # type: ignore[method-assign]
-    blame = loop._conduct.blame
-    loop._conduct.blame = lambda view, blames, sums: blame(view, {"m": "did not vote in time"}, sums)  # type: ignore[method-assign]
+        def never(*about: Any) -> bool:
+            loop.membership.sleep(16.0)
+            return False
+
+        loop._decide = never  # type: ignore[method-assign]
+        blame = loop._conduct.blame
+        loop._conduct.blame = lambda view, blames, sums: blame(view, dict.fromkeys(names, "did not vote in time"), sums)  # type: ignore[method-assign]
+
+    return never_votes
 
 
 def asks_late(cluster: SimulatedCluster, toy: Toy) -> None:
@@ -139,9 +181,14 @@ def says(**lie: Any) -> Callable[[SimulatedCluster, Toy], None]:
 SPOILING = {
     f.__name__: f
     for f in (
-        votes_no, votes_late, never_votes, votes_for_another_result, asks_late, connects_to_no_group, sends_nan, sends_unlike_bytes, sends_late,
-        sends_late_to_one,
+        votes_no, votes_late, votes_for_another_result, asks_late, connects_to_no_group, sends_nan, sends_unlike_bytes, sends_late,
+        sends_late_to_one, sends_nothing,
     )
+} | {
+    "never votes": never_votes("m"), "never votes and blames one": never_votes("a"),  # as if it had only seen what the others do
+    "greets nobody": greets(lambda to, hello: [], 12.0), "greets nobody and leaves": greets(lambda to, hello: [], 0.0),
+    "greets one": greets(lambda to, hello: hello * (to == "b"), 12.0), "greets all but one": greets(lambda to, hello: hello * (to != "b"), 12.0),
+    "greets as another": greets(lambda to, hello: [7] * 16, 0.0), "greets with too much": greets(lambda to, hello: hello * 2, 1.0),
 }  # fmt: skip
 LYING = {
     "more rounds": says(round=10**6, state_digest="0" * 32), "almost all rounds": says(round=(1 << 30) - 1),

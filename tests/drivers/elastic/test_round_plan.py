@@ -206,3 +206,18 @@ def test_a_state_digest_is_that_of_all_that_a_member_can_receive() -> None:
     digests = {state().state_digest, state(1.5).state_digest, state(outer=0.0).state_digest}
     digests |= {state(who=("a",)).state_digest, state(number=4).state_digest}
     assert len(digests) == 5 and state().state_digest == state().computed_digest() in digests
+
+
+@given(st.lists(st.sampled_from([None, 1.0, 2.5]), min_size=1, max_size=5), st.sets(st.integers(0, 4)))
+def test_a_plan_without_some_deltas_is_that_in_which_they_were_not_brought(
+    weights: list[float | None], ranks: set[int]
+) -> None:
+    """All train, so those that are not counted stay in the mean with the mean weight of the others."""
+    members = [status(5, brings={} if weight is None else {"0": weight}) for weight in weights]
+    plan = reconcile(members, ORDER).without(ranks)
+    due = [0.0 if rank in ranks else weight or 0.0 for rank, weight in enumerate(weights)]
+    counted = [weight for weight in due if weight]
+    assert list(plan.weights) == due
+    if counted:
+        less = reconcile([status(5, brings={"0": weight} if weight else {}) for weight in due], ORDER)
+        assert plan.whole == pytest.approx(less.whole) == pytest.approx(sum(counted) / len(counted) * len(members))

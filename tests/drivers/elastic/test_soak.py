@@ -30,7 +30,7 @@ def test_random_faults_in_virtual_time_lose_nothing(capsys: pytest.CaptureFixtur
         print(f"seed {SEED} and run {runs}")
         chance = random.Random(f"{SEED} {runs}")
         names = "abcd"[: 3 + runs % 2]
-        cluster, record = SimulatedCluster(), RecordedRun()
+        cluster, record = SimulatedCluster(order=runs), RecordedRun()
         print(order_faults(cluster, chance, 8, names, done))
         least = len(names) // 2 + 1
         settings = {"steps": 60, "least": least, "tokens": chance.choice([None, 8.0])}

@@ -26,11 +26,9 @@ def test_both_vectors_are_averaged_over_the_neighbours_in_all_their_ranges(topol
     def replica(group):
         context, said = SendContext(group), torch.full((2, 2 * numel), torch.nan)
         round_ = Round(context, Identity(), numel, Key(sender=group.rank), lambda begin, end: x[group.rank, begin:end])
-
-        def settle(begin, mean, sent):
-            said[0, begin : begin + len(mean)], said[1, begin : begin + len(mean)] = mean, sent()
-
-        exchange.arrive(exchange.depart(round_, {}), settle)
+        for begin, mean, own in exchange.arrive(exchange.depart(round_, {})):
+            said[0, begin : begin + len(mean)], said[1, begin : begin + len(mean)] = mean, own
+        round_.close()
         context.close()
         return said
 

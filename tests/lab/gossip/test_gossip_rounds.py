@@ -40,7 +40,7 @@ def test_one_vector_is_encoded_where_it_lies(monkeypatch):
 
     def seen(update, begin, end):
         part = signal(update, begin, end)
-        encoded.append(part.untyped_storage().data_ptr() == update.delta.untyped_storage().data_ptr())
+        encoded.append(part.untyped_storage().data_ptr() == update.round.delta.untyped_storage().data_ptr())
         return part
 
     monkeypatch.setattr(GossipUpdate, "signal", seen)

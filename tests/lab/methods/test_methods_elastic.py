@@ -75,9 +75,9 @@ def test_three_members_without_faults_make_every_iteration_together():
         ("call", 1, 0),
         ("connect", 1, 0),
         ("post", 1, 0),
-        ("post", 14, 1),
-        ("post", 15, 2),
-        ("post", 17, 4),
+        ("post", 13, 1),
+        ("post", 14, 2),
+        ("post", 16, 4),
         ("call", 14, 12),
     ],
 )

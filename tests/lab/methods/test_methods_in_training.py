@@ -12,7 +12,7 @@ from run_folders import read_events
 
 from thinwire.app.records.run_record import RunRecord
 from thinwire.app.report.report import write_report
-from thinwire.app.trainer import launch, run_folder
+from thinwire.app.trainer import launch, run_folder, supervisor
 from thinwire.app.trainer.job import check
 from thinwire.app.trainer.run import Run
 from thinwire.errors import ConfigurationError
@@ -49,7 +49,7 @@ def run_in(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
     if run.placement.carrier == "threads":
         launch.train_threads(run, folder, resume, lambda: None)
     else:
-        launch.train_processes(run, folder, resume, lambda: None)
+        supervisor.train_processes(run, folder, resume, lambda: None)
     return summary_of(folder)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -77,11 +76,9 @@ def test_a_liar_in_gossip_sends_weights_that_a_false_delta_would_lead_to(sybils,
         round_ = Round(
             context, Identity(), 70, Key(0, 0, 3, rank), lambda begin, end: theta[begin:end], anchor=anchors[rank]
         )
-
-        def settle(begin: int, mean: Tensor, own: Callable[[], Tensor]) -> None:
-            means[begin : begin + len(mean)], sent[begin : begin + len(mean)] = mean, own()
-
-        made.arrive(made.depart(round_, made.init(Identity(), 70, rank, 4)), settle)
+        for begin, mean, own in made.arrive(made.depart(round_, made.init(Identity(), 70, rank, 4))):
+            means[begin : begin + len(mean)], sent[begin : begin + len(mean)] = mean, own
+        round_.close()
         context.close()
         return [means, sent]
 
@@ -112,7 +109,7 @@ INSIDE = (
 @pytest.mark.parametrize("exchange", INSIDE, ids=str)
 def test_an_exchange_with_liars_declares_what_it_does_without_them(exchange):
     made, link = Attacked(exchange, SignFlip(), 2), Link(8e6, 0.5)
-    for name in ("gathers", "agrees", "multiplies", "needs_hub", "feedback", "sends_own"):
+    for name in ("traits", "feedback"):
         assert getattr(made, name) == getattr(exchange, name), name
     for codec in (Identity(), tw.codecs.Cast()):
         for name, given in (

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.codecs import E3M0, Identity
+from thinwire.exchange import ExchangeTraits
 from thinwire.exchange.products import inner_products
 from thinwire.lab.robust.attack_table import attack_of
 from thinwire.lab.robust.attacked import Attacked
@@ -284,7 +285,7 @@ def test_shards_and_whole_vectors_give_the_same_estimate(text, codec):
 
 def test_rules_by_inner_products_need_an_exchange_that_computes_them():
     class Gathers(tw.exchange.Direct):
-        multiplies = False
+        traits = ExchangeTraits(gathers=True)
 
     with pytest.raises(tw.ConfigurationError, match="has no inner products of whole fragments"):
         tw.Strategy(exchange=Gathers(), aggregate=parse("Krum(1)"))

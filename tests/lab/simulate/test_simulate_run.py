@@ -75,7 +75,7 @@ def test_a_simulated_run_folder_can_be_reported(capsys, tmp_path):
     assert record.bits_per_second == 2e6 and len(record.replicas) == 3
     assert {note.text for note in record.notes} == {"this replica dies", "this replica is back, with the anchors"}
     assert Run.load(out / "run.toml").method.every == 12 and json.loads((out / "summary.json").read_text()) == summary
-    assert record.replicas[0].start["machine"]["failures"] == "4s/10s/1s"
+    assert record.replicas[0].start.machine["failures"] == "4s/10s/1s"
     page = (out / "report.html").read_text()
     assert 'id="section-timeline"' in page and 'id="section-loss"' not in page and page.count(">simulated<") >= 6
     assert main(["report", str(out), "--diagnose"]) == 0
@@ -113,7 +113,7 @@ def test_a_job_is_counted_in_its_own_unit(capsys, tmp_path, collate, unit, each)
     assert main([*asked, "--step-seconds", "0.1", "--delay", "1", "--out", str(out), "--json"]) == 0
     told = capsys.readouterr()
     assert json.loads(told.out.splitlines()[-1])["tokens"] == 12 * 2 * each and f" {unit}/s, " in told.err
-    assert RunRecord.load(out).unit == unit
+    assert RunRecord.load(out).start.unit == unit
 
 
 def test_the_event_log_agrees_with_the_summary(tmp_path):

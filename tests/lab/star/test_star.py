@@ -51,7 +51,7 @@ def test_a_hub_averages_to_the_bits_of_a_replica(codec, feedback, small):
     ledgers = [Ledger() for _ in range(3)]
 
     def replica(group, star):
-        context = SendContext(CountedGroup(group, ledgers[group.rank]) if star.needs_hub else group)
+        context = SendContext(CountedGroup(group, ledgers[group.rank]) if star.traits.needs_hub else group)
         seen, state = [], star.init(codec, 100, group.rank, 3)
         for number in range(4):
             seen.append(Went(context, star, codec, x[number, group.rank], state, number))

@@ -315,3 +315,34 @@ def test_who_connects_waits_in_vain_if_all_others_call_for_a_view():
     assert not lighthouse.nobody_comes(["a"]) and lighthouse.nobody_comes(["a", "c"])
     lighthouse._calls["c-1"] = (0.0, presence("c"))
     assert lighthouse.nobody_comes(["a"]) and not lighthouse.nobody_comes(["b", "c"])
+
+
+def test_a_run_with_the_same_order_is_the_same_run():
+    """Three replicas act at the same virtual times, and one is killed at its second vote, and comes back."""
+
+    def played(order: int) -> list[tuple[float, str, object]]:
+        cluster, seen = SimulatedCluster(order=order), list[tuple[float, str, object]]()
+        cluster.at("b", "put", lambda: cluster.kill("b"), nth=2)
+
+        def vote(name: str) -> None:
+            membership = cluster.membership(name, least=2)
+            for number in range(4):
+                view = membership.next_view({})
+                answer = view.decide(str(number), True, seconds=5.0)
+                seen.append((cluster.time.now, name, [*map(str, [len(view.members), answer])]))
+            membership.close()
+
+        def run(name: str) -> None:
+            try:
+                vote(name)
+            except Killed:
+                seen.append((cluster.time.now, name, "killed"))
+                cluster.revive(name)
+                vote(name)
+
+        results = cluster.play(dict.fromkeys("abc", run))
+        return [*seen, (cluster.time.now, "", str(results))]
+
+    runs = [played(order) for order in (1, 1, 1, *range(2, 10))]
+    assert runs[0] == runs[1] == runs[2] and any(name == "b" and what == "killed" for _, name, what in runs[0])
+    assert len({str(run) for run in runs}) > 3, "orders differ"

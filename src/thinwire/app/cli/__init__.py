@@ -15,6 +15,7 @@ from thinwire.app.records.printable import printable_lines, reason
 from thinwire.app.trainer.signals import ending_in_time, handled
 from thinwire.choices import listed, nearest
 from thinwire.errors import JobError, ThinwireError
+from thinwire.registered import VERBS, absent
 from thinwire.trust import commanded
 from thinwire.version import __version__
 
@@ -71,7 +72,7 @@ def _run(arguments: list[str]) -> int:
     found = verb_of(verb)
     if found is None:
         there = [name for name in verbs() if "." not in name]
-        said = f"{verb!r} is no verb{nearest(verb, there)}; there are {listed(there)}. `thinwire --help` explains them."
+        said = f"{verb!r} is no verb{nearest(verb, there)}; there are {listed(there)}. `thinwire --help` explains them.{absent(VERBS)}"
         print(f"thinwire: {printable_lines(said)}", file=sys.stderr)
         return 2
     try:

@@ -12,18 +12,10 @@ from pathlib import Path
 import tyro
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
 from thinwire.app.cli import checks as machine
 from thinwire.app.cli import options
-from thinwire.app.cli.capacity import (
-    available_nbytes,
-    cores_that_train,
-    measure_step,
-    predicted_nbytes,
-    threads_of,
-    too_large_for_gpu,
-)
+from thinwire.app.cli.capacity import Needs, cores_that_train, measure_step, threads_of
 from thinwire.app.cli.checks import CheckResult, warn_unless
 from thinwire.app.cli.firewall import rules
 from thinwire.app.plan.base import base_nbytes
@@ -139,13 +131,13 @@ def set_up(
             vocabulary = yield from text(run)
             what = "model"
             model = outline_model(run.model, run.data.sequence, run.seed, vocabulary)
-        strategy = run.make_strategy()
-        fragments = strategy.partition.fragments(model)
+        needs = Needs.of(run, model)
+        shapes = needs.shapes
     except ThinwireError as error:
         yield CheckResult(what, "problem", str(error))
         return
     tell("predicting the memory of a replica")
-    fits = yield from room(run, model, strategy, [fragment.numel for fragment in fragments])
+    fits = yield from room(needs)
     word = "measured" if step_seconds is None else "given"
     if step_seconds is None and fits:
         tell("timing an inner step")
@@ -156,10 +148,10 @@ def set_up(
         if follows_link(run):
             told.add("delay")
             run, says = by_link(run, model, step_seconds, word, cores_that_train(run))
-            strategy = run.make_strategy()
-            fragments = strategy.partition.fragments(model)
+            needs = Needs.of(run, model)
+            shapes = needs.shapes
             yield CheckResult("rounds", "ok", f"thinwire train takes {says}")
-        shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.placement.link)
+        strategy, wire = needs.strategy, link or parse_link(run.placement.link)
         found = enough(strategy, shapes, run.placement.replicas, wire, step_seconds)
         yield from (finding for finding in found if finding.what not in told)
         if run.placement.replicas > 1 and (cores := cores_that_train(run)):
@@ -192,24 +184,17 @@ def text(run: Run) -> Generator[CheckResult, None, int]:
     return corpus.vocabulary
 
 
-def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> Generator[CheckResult, None, bool]:
+def room(needs: Needs) -> Generator[CheckResult, None, bool]:
     """Predicted memory of one replica; returns whether it fits."""
-    parameters = sum(p.numel() for p in model.parameters())
-    total, parts = predicted_nbytes(run, model, strategy, numels, base_nbytes())
-    available = available_nbytes(strategy)
+    parameters, replicas = sum(p.numel() for p in needs.model.parameters()), needs.run.placement.replicas
+    (total, parts), available, short = needs.of_process(base_nbytes()), needs.available, needs.too_much_for_gpu
     says = f"{text_of_count(parameters)} parameters: {text_of_nbytes(total)} a replica (predicted{parts})"
     what = "memory of a replica"
-    short = too_large_for_gpu(run, model, strategy, numels)
     if short or total > available:
         says += f"; {short}" if short else f"; {text_of_nbytes(available)} are free"
         yield CheckResult(what, "problem", says, "a smaller model, or shards: thinwire docs machines")
     else:
-        yield warn_unless(
-            total * run.placement.replicas <= available,
-            what,
-            says,
-            f"not all {run.placement.replicas} replicas fit here",
-        )
+        yield warn_unless(total * replicas <= available, what, says, f"not all {replicas} replicas fit here")
     return not short and total <= available
 
 

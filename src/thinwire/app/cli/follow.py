@@ -14,8 +14,7 @@ from typing import Annotated
 import tyro
 
 from thinwire.app.cli import options
-from thinwire.app.cli.tls import set_up_grpc
-from thinwire.app.cli.token import takes_token, token_of
+from thinwire.app.cli.token import set_up_grpc, takes_token, token_of
 from thinwire.app.records.printable import reason
 from thinwire.app.records.published import Origin, PublishedFolder
 from thinwire.app.records.run_file import read_run_file

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from thinwire.app.cli import options
 from thinwire.app.cli.streams import unread
-from thinwire.app.cli.tls import set_up_grpc
+from thinwire.app.cli.token import set_up_grpc
 from thinwire.app.records.printable import printable, quoted
 from thinwire.app.records.published import PublishedFolder
 from thinwire.app.trainer.signals import asked_to_end

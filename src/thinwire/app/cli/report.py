@@ -17,8 +17,7 @@ from thinwire.app.records.run_record import RunRecord, best_loss
 from thinwire.app.report.diagnosis import delay_table, diagnose
 from thinwire.app.report.progress import compare_table
 from thinwire.app.report.terminal import reading
-from thinwire.app.report.trackers.follow import following
-from thinwire.app.report.trackers.sinks import SINKS, parse_sinks
+from thinwire.app.report.trackers import SINKS, following, parse_sinks
 from thinwire.errors import ConfigurationError
 from thinwire.files import check_place
 
@@ -80,7 +79,7 @@ def _diagnose(asked: Options, console: Console) -> int:
     if len(asked.runs) > 1:
         raise ConfigurationError(f"--diagnose with {len(asked.runs)} runs: one is needed; diagnose them one by one.")
     with reading(console, asked.runs):
-        diagnosis = diagnose(asked.runs[0])
+        diagnosis = diagnose(RunRecord.load(asked.runs[0]))
     if diagnosis.ways:
         console.print(delay_table(diagnosis))
         console.print()

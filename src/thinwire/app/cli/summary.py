@@ -85,8 +85,8 @@ def summary_of(record: RunRecord) -> dict[str, Any]:
     fields = dataclasses.asdict(record.summary) | {"folder": str(record.folder), "status": record.status}
     fields |= {"score": record.score().facts()}
     fields |= {"privacy": record.privacy} if record.privacy else {}
-    fields |= {"made_of": record.made_of} if record.made_of else {}
+    fields |= {"made_of": record.start.made_of} if record.start.made_of else {}
     fields |= {
-        "ledgers": {replica.name: replica.end["summary"].get("ledger") for replica in record.replicas if replica.end}
+        "ledgers": {replica.name: replica.end.get("ledger") for replica in record.replicas if replica.end is not None}
     }
     return {name: for_json(value) for name, value in fields.items()}

@@ -1,7 +1,8 @@
-"""How a command takes a join token: as a word, from a file, or from standard input."""
+"""How a command takes a join token: as a word, from a file, or from standard input; and the TLS of the verbs that take one."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -35,3 +36,10 @@ def token_of(given: str) -> str:
             "printed there, or give the word itself."
         ) from None
     return text.strip()
+
+
+def set_up_grpc() -> None:
+    """Have gRPC accept only TLS 1.3, and print nothing. It reads these variables when it is imported, and has no options for it."""
+    os.putenv("GRPC_SSL_CIPHER_SUITES", "ECDHE-RSA-AES128-GCM-SHA256")  # of TLS 1.2, and a P-256 key cannot use it
+    # it would print a line for each stranger; the hub counts them, and all other errors are raised
+    os.putenv("GRPC_VERBOSITY", "NONE")

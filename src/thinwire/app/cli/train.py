@@ -19,8 +19,7 @@ from thinwire.app.records.printable import quoted
 from thinwire.app.records.run_record import RunRecord
 from thinwire.app.report.progress import Progress
 from thinwire.app.report.terminal import waiting
-from thinwire.app.report.trackers.follow import following
-from thinwire.app.report.trackers.sinks import parse_sinks
+from thinwire.app.report.trackers import following, parse_sinks
 from thinwire.app.trainer import launch, run_folder
 from thinwire.app.trainer.job import check_and_weigh
 from thinwire.app.trainer.meeting import AtLighthouse
@@ -32,8 +31,6 @@ from thinwire.app.trainer.watch import watching
 from thinwire.comm import parse_link
 from thinwire.errors import ConfigurationError
 from thinwire.membership.view import Presence
-
-DEMO = Run.of(link="5mbit,30ms")
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     place = launch.torchrun_place()
     demo = not arguments and place is None
     if demo:
-        asked = Options(run_settings=DEMO)
+        asked = Options(run_settings=Run.of(link="5mbit,30ms"))
     else:
         asked = options.read(Options, "train", arguments, DESCRIPTION).elastically()
     run, console = asked.run_settings.absolute(), options.console(asked.json)

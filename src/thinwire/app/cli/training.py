@@ -25,7 +25,7 @@ from thinwire.app.trainer import launch, run_folder
 from thinwire.app.trainer.final import of_full_disk
 from thinwire.app.trainer.resuming import cannot_resume, complete
 from thinwire.app.trainer.run import Run
-from thinwire.app.trainer.supervisor import JoiningReplica, train_elastic
+from thinwire.app.trainer.supervisor import JoiningReplica, train_processes
 from thinwire.app.trainer.watch import FolderWatch
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, LinkError, ThinwireError
 from thinwire.files import write_whole
@@ -40,16 +40,10 @@ def train(
     ) as progress:
         progress.pass_over()
         with watched(folder, progress, stop) as tick:
-            if run.placement.elastic:
-                train_elastic(run, folder, resume, tick, progress.say, joining, stop)
-            elif run.placement.carrier == "threads":
+            if run.placement.carrier == "threads":
                 launch.train_threads(run, folder, resume, tick, stop)
-            elif run.placement.carrier == "secure":
-                from thinwire.app.trainer.secure import train_secure  # it needs the extra `secure`
-
-                train_secure(run, folder, resume, tick, stop)
             else:
-                launch.train_processes(run, folder, resume, tick, stop)
+                train_processes(run, folder, resume, tick, stop, progress.say, joining)
 
 
 @contextmanager

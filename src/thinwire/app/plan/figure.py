@@ -132,7 +132,7 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
     if any(isinstance(value, str) and shorten(value) != value for value in given.values()):
         return []  # a file that a record names is not imported
     strategy = Run.of(**given).make_strategy()
-    size, numels = record.summary.replicas, [numel for _, numel in record.fragments]
+    size, numels = record.summary.replicas, [numel for _, numel in record.start.fragments]
     steps = [float(np.nanmedian(r.compute_seconds)) for r in record.replicas if np.isfinite(r.compute_seconds).any()]
     step = max(steps, default=0.0)
     if size < 2 or not sum(numels) or not step > 0 or record.summary.steps < 1:
@@ -144,8 +144,7 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
         if any(not first.departed.get(p) for p in range(len(numels))):
             return []
         sent = [first.sent[p] // first.departed[p] for p in range(len(numels))]
-    link = record.replicas[0].start["link"]
-    way = float(link.get("delay_seconds") or 0.0) if isinstance(link, dict) else 0.0
+    way = float(record.start.link.get("delay_seconds") or 0.0)
     ways = [way * cost.delays(strategy.exchange, codec, numel, size) for codec, numel in coded]
     floor = 8 * sum(sent) / (strategy.schedule.every * step)
     there = record.bits_per_second

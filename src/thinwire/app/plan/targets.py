@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
-from math import inf, isfinite
+from math import isfinite
+from typing import NamedTuple
 
 from thinwire.app.plan.compute import shape_of
 from thinwire.app.plan.search import fits
@@ -33,31 +34,51 @@ class Targets:
             if value is not None and not (isfinite(value) and value > 0):
                 raise ConfigurationError(f"{field.name}={value}: more than 0 is needed.")
 
-    def tests(self) -> dict[str, Callable[[Setting], bool]]:
-        """For each target, a function that tests whether a setting meets it."""
-        utilization, deadline, loss = self.utilization or 0.0, self.deadline_seconds or inf, self.loss or inf
-        given = {"memory": True, "utilization": self.utilization, "deadline": self.deadline_seconds, "loss": self.loss}
-        tests: dict[str, Callable[[Setting], bool]] = {
-            "memory": lambda s: s.fits,
-            "utilization": lambda s: s.pace.utilization >= utilization,
-            "deadline": lambda s: s.seconds <= deadline,
-            "loss": lambda s: s.loss.value <= loss,
-        }
-        return {name: test for name, test in tests.items() if given[name] is not None}
+
+class _Aim(NamedTuple):
+    """One target: a setting meets it if its `cost` is at most `most`."""
+
+    asked: str
+    cost: Callable[[Setting], float]
+    most: float
+    value: Callable[[Setting], str]
+
+    def met(self, setting: Setting) -> bool:
+        return self.cost(setting) <= self.most
+
+
+def _aims(targets: Targets) -> list[_Aim]:
+    aims = [
+        _Aim(
+            "memory as it is",
+            lambda s: s.memory_nbytes - s.memory_limit,
+            0.0,
+            lambda s: text_of_nbytes(s.memory_nbytes),
+        )
+    ]
+    if (least := targets.utilization) is not None:
+        asked = f"utilization >= {text_of_share(least)}"
+        aims.append(_Aim(asked, lambda s: -s.pace.utilization, -least, lambda s: text_of_share(s.pace.utilization)))
+    if (deadline := targets.deadline_seconds) is not None:
+        asked = f"deadline <= {text_of_seconds(deadline)}"
+        aims.append(_Aim(asked, lambda s: s.seconds, deadline, lambda s: text_of_seconds(s.seconds)))
+    if (loss := targets.loss) is not None:
+        aims.append(_Aim(f"loss <= {loss}", lambda s: s.loss.value, loss, lambda s: text_of_loss(s.loss.value)))
+    return aims
 
 
 def meeting(found: Sequence[Setting], targets: Targets, task: Task) -> list[Setting]:
     """The settings that meet all targets. Raises `ConfigurationError`, which names the contradicting targets, if none does."""
-    tests = targets.tests()
-    met = [setting for setting in found if all(test(setting) for test in tests.values())]
+    aims = _aims(targets)
+    met = [setting for setting in found if all(aim.met(setting) for aim in aims)]
     if met:
         return met
-    if not any(tests["memory"](setting) for setting in found):
+    if not any(setting.fits for setting in found):
         raise ConfigurationError(too_large(found, task))
-    for size in range(1, len(tests) + 1):
-        for names in combinations(tests, size):
-            if not any(all(tests[name](setting) for name in names) for setting in found):
-                raise ConfigurationError(_contradiction(found, tests, names, targets))
+    for size in range(1, len(aims) + 1):
+        for some in combinations(aims, size):
+            if not any(all(aim.met(setting) for aim in some) for setting in found):
+                raise ConfigurationError(_contradiction(found, some))
     raise AssertionError("some targets contradict each other, or all are met")
 
 
@@ -91,45 +112,16 @@ def too_large(found: Sequence[Setting], task: Task) -> str:
     return f"{says}. What would fit: {'; or '.join(advice) or 'nothing that was tried; give more --memory'}."
 
 
-def _contradiction(
-    found: Sequence[Setting], tests: dict[str, Callable[[Setting], bool]], names: Sequence[str], targets: Targets
-) -> str:
+def _contradiction(found: Sequence[Setting], aims: Sequence[_Aim]) -> str:
     """The message that names the targets which no setting meets together, and the nearest setting."""
-    asked = [f"{name} {_wish(targets, name)}" for name in names]
-    last = names[-1]
-    others = [setting for setting in found if all(tests[name](setting) for name in names[:-1])]
-    best = min(others, key=lambda s: _distance(s, last))
-    nearest = f"{_value(best, last)} ({best.label}, M = {best.replicas}; predicted)"
-    if len(names) == 1:
-        return f"no setting meets {asked[0]}: the best is {nearest}. Ask for less, or change links, machines or model."
-    under = " and ".join(asked[:-1])
+    *others, last = aims
+    best = min([setting for setting in found if all(aim.met(setting) for aim in others)], key=last.cost)
+    nearest = f"{last.value(best)} ({best.label}, M = {best.replicas}; predicted)"
+    if not others:
+        return (
+            f"no setting meets {last.asked}: the best is {nearest}. Ask for less, or change links, machines or model."
+        )
+    under = " and ".join(aim.asked for aim in others)
     return (
-        f"{under} and {asked[-1]} contradict each other here: with {under} the best is {nearest}. Give one of them up."
+        f"{under} and {last.asked} contradict each other here: with {under} the best is {nearest}. Give one of them up."
     )
-
-
-def _distance(setting: Setting, name: str) -> float:
-    return {
-        "memory": setting.memory_nbytes,
-        "utilization": -setting.pace.utilization,
-        "deadline": setting.seconds,
-        "loss": setting.loss.value,
-    }[name]
-
-
-def _value(setting: Setting, name: str) -> str:
-    return {
-        "memory": text_of_nbytes(setting.memory_nbytes),
-        "utilization": text_of_share(setting.pace.utilization),
-        "deadline": text_of_seconds(setting.seconds),
-        "loss": text_of_loss(setting.loss.value),
-    }[name]
-
-
-def _wish(targets: Targets, name: str) -> str:
-    return {
-        "memory": "as it is",
-        "utilization": f">= {text_of_share(targets.utilization)}",
-        "deadline": f"<= {text_of_seconds(targets.deadline_seconds)}",
-        "loss": f"<= {targets.loss}",
-    }[name]

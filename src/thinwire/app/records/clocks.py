@@ -23,10 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.app.diagnosis.measure import SHORTEST, stamps
-from thinwire.app.records.events import Event
-from thinwire.app.records.sessions import finite
 from thinwire.app.records.units import text_of_seconds
-from thinwire.errors import PacketError
 from thinwire.exchange.record import Record
 
 ITERATIONS = 50
@@ -130,21 +127,6 @@ def text_of_clocks(clocks: Mapping[str, Offset]) -> str:
         if told[1:]
         else ""
     )
-
-
-def timed_record(opened: float, event: Event) -> Timed | None:
-    """The record in a `wire` event of a log that was opened at `opened`; None if it is damaged."""
-    try:
-        return Timed(opened, Record.of(event))
-    except PacketError:
-        return None
-
-
-def timed_records(session: Sequence[Event]) -> list[Timed]:
-    """The records of a session's events, from its start on."""
-    opened = finite(session[0]["wall_time"]) - finite(session[0]["seconds"])
-    found = [timed_record(opened, event) for event in session if event["event"] == "wire"]
-    return [timed for timed in found if timed]
 
 
 def offsets_of(files: Mapping[str, Sequence[Timed]]) -> dict[str, Offset]:

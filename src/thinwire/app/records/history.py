@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.app.records.clocks import Timed, timed_record
+from thinwire.app.records.clocks import Timed
 from thinwire.app.records.events import Event, Tail, steps_in
-from thinwire.app.records.fragments import fragment_of, fragments_of
-from thinwire.app.records.participation import CARRIER, RoundSeen, Steps
+from thinwire.app.records.participation import RoundSeen, Steps
+from thinwire.app.records.round_log import RoundLog
 from thinwire.app.records.sessions import Lost, Span, finite, number, whole
+from thinwire.app.records.start import Start
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -107,18 +108,12 @@ class PlacedRound(NamedTuple):
 class Session:
     """One session of the file: its start, the first place in the file, and its last line."""
 
-    start: Event
+    start: Start
     first: int
-    names: dict[str, int]  # of the fragments
     end: float = 0.0
     step: int = 0
     trains: bool = False  # it has resumed, or done a step
     said: set[tuple[str, str]] = field(default_factory=set)
-
-    @property
-    def opened(self) -> float:
-        """When its log was opened, on the clock of `wall_time`."""
-        return finite(self.start["wall_time"]) - finite(self.start["seconds"])
 
 
 @dataclass(frozen=True)
@@ -143,6 +138,7 @@ class History:
         self.others: list[Placed] = []
         self.rounds: list[PlacedRound] = []
         self.timed: list[Timed] = []
+        self.log: RoundLog | None = None  # of the last session
         self.steps = Steps(called)
         self._place = 0
         self._dropped: list[_Dropped] = []
@@ -156,19 +152,21 @@ class History:
         if last := tail.last():
             history.take(last)
         history.damaged = tail.damaged
+        if history.log:
+            history.log.damaged += tail.damaged
         return history
 
     @property
     def elastic(self) -> bool:
-        return bool(self.sessions[-1].start["carrier"] == CARRIER)
+        return self.sessions[-1].start.elastic
 
     def take(self, event: Event) -> None:
         """Learn from the next event. What comes before the first start is passed over."""
         kind, self._place = event["event"], self._place + 1
         if kind == "start":
-            names = {name: index for index, (name, _) in enumerate(fragments_of(event))}
-            self.sessions.append(Session(event, self._place, names))
-        elif not self.sessions:
+            self.sessions.append(Session(Start.of(event), self._place))
+            self.log = RoundLog(self.sessions[-1].start, self.called)
+        if self.log is None:
             return
         session = self.sessions[-1]
         if kind in ("step", "resume") and not session.trains:
@@ -176,13 +174,13 @@ class History:
             self._drop(whole(event["from_step"]) if kind == "resume" else event["step"] - 1)
         seconds = finite(event["seconds"])
         session.step, session.end = event["step"], max(session.end, seconds, finite(event.get("end")))
-        elastic = session.start["carrier"] == CARRIER
+        elastic = session.start.elastic
         if elastic:
             self.steps.take(event)
         if kind == "step":
             self.merged += steps_in(event) if steps_in(event) > 1 else 0
-        if kind == "wire" and (record := timed_record(session.opened, event)):
-            self.timed.append(record)
+        if record := self.log.take(event):
+            self.timed.append(Timed(session.start.opened, record))
         if kind in _AS_IT_IS and self._is_news(session, event):
             self.others.append(Placed(self._place, len(self.sessions) - 1, event))
         if kind == "round":
@@ -204,10 +202,9 @@ class History:
         return new
 
     def _add(self, kind: str, event: Event, seconds: float) -> None:
-        names = self.sessions[-1].names
         fields = [number(event.get(name)) for name in _COLUMNS[kind]]
         if fields and kind != "step":  # an elastic replica writes the name of its fragment
-            fields[0] = fragment_of(event, names)
+            fields[0] = self.sessions[-1].start.fragment_of(event)
         self.columns[kind].add(self._place, len(self.sessions) - 1, event["step"], seconds, *fields)
 
     def _add_round(self, event: Event) -> None:

@@ -19,8 +19,6 @@ from thinwire.app.records.events import Event, steps_in
 from thinwire.app.records.sessions import Span, finite, number, whole
 from thinwire.app.records.units import text_of_seconds
 
-CARRIER = "elastic"
-
 
 @dataclass(frozen=True, slots=True)
 class RoundSeen:

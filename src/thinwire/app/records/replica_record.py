@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,9 @@ from thinwire.app.records.events import Event
 from thinwire.app.records.history import MOST_WARNINGS, ONCE, Columns, Floats, History, Integers, Placed
 from thinwire.app.records.participation import RoundSeen, Steps, session_begins
 from thinwire.app.records.printable import printable
-from thinwire.app.records.sessions import Lost, Span, finite, number, whole
+from thinwire.app.records.round_log import RoundLog
+from thinwire.app.records.sessions import Lost, Span, finite, number
+from thinwire.app.records.start import Start
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +86,7 @@ class ReplicaRecord:
 
     name: str  # replica 0, or replica 0, shard 1
     called: str  # as its file is: replica-0
-    replica: int
-    start: Event
+    start: Start
     step: Integers
     loss: Floats
     smooth: Floats
@@ -114,7 +116,8 @@ class ReplicaRecord:
     steps: Steps  # trained, jumped and counted
     rounds: tuple[RoundSeen, ...]  # rounds among replicas that come and go, as this one saw them
     stopped: str | None  # why the last session stopped before its time
-    end: Event | None
+    end: Mapping[str, Any] | None  # the summary with which its last session ended
+    log: RoundLog  # of its last session
     damaged: int
     clock: Offset | None = None  # of its machine, as far as its messages tell
 
@@ -126,9 +129,13 @@ class ReplicaRecord:
         of_each = [clocks.get(history.called) for history in files]
         begins: list[list[float]] = [[] for _ in files]
         if all(of_each) or all(history.elastic for history in files):
-            spans = [[(one.opened, one.opened + one.end) for one in history.sessions] for history in files]
+            spans = [[(one.start.opened, one.start.opened + one.end) for one in history.sessions] for history in files]
             begins = session_begins(spans, [clock.seconds if clock else 0.0 for clock in of_each])
         return [_record(*one) for one in zip(files, begins, of_each)]
+
+    @property
+    def replica(self) -> int:
+        return self.start.replica
 
     @property
     def sessions(self) -> int:
@@ -147,7 +154,7 @@ class ReplicaRecord:
     @property
     def ledger(self) -> list[tuple[str, str, Event, Event]]:
         """(purpose, peer, what was sent, what was received), as the replica counted it by its end; empty before that."""
-        counted = self.end["summary"].get("ledger") if self.end else None
+        counted = self.end.get("ledger") if self.end is not None else None
         sent, received = (_by_purpose(counted, way) for way in ("sent", "received"))
         keys = sorted(sent.keys() | received.keys())
         return [(*key, sent.get(key, {}), received.get(key, {})) for key in keys]
@@ -173,7 +180,7 @@ class ReplicaRecord:
             )
             for one in self.incarnations
         )
-        told = number(self.end["summary"].get("stall_seconds")) if self.end else math.nan
+        told = number(self.end.get("stall_seconds")) if self.end is not None else math.nan
         stalled = min(told if math.isfinite(told) and told >= 0 else self.stall_seconds, self.wall_seconds)
         evaluation, saving = self.evaluation_seconds, self.saving_seconds
         training = self.wall_seconds - stalled
@@ -243,7 +250,8 @@ def smoothed(loss: Iterable[float], keep: float = 0.9) -> Floats:
 def _record(history: History, begins: Sequence[float], clock: Offset | None) -> ReplicaRecord:
     offsets = history.offsets(begins)
     columns, start = history.columns, history.sessions[-1].start
-    steps = columns["step"]
+    steps, log = columns["step"], history.log
+    assert log
     departs, flights, lands = (columns[kind] for kind in ("depart", "flight", "land"))
     refused = columns["refused"]
     nbytes = sent_bytes(departs, flights)
@@ -255,12 +263,11 @@ def _record(history: History, begins: Sequence[float], clock: Offset | None) -> 
     waits = lands.finite("begin") + _offset(lands, offsets)
     ready = waits + lands.finite("stall_seconds")
     lasted, counts = ready > waits, ~places_in(round_keys(refused), round_keys(lands))[1]
-    ends = [one for one in history.last_session("end") if isinstance(one["summary"], dict)]
+    ends = [one["summary"] for one in history.last_session("end") if isinstance(one["summary"], dict)]
     stops = history.last_session("stop")
     return ReplicaRecord(
         name=history.called.replace("-", " ").replace(".", ", "),
         called=history.called,
-        replica=whole(start["replica"]),
         start=start,
         step=step,
         loss=loss,
@@ -289,13 +296,14 @@ def _record(history: History, begins: Sequence[float], clock: Offset | None) -> 
         incarnations=tuple(
             Span(begin, begin + session.end, session.step) for begin, session in zip(offsets.tolist(), history.sessions)
         ),
-        opened=tuple(session.opened for session in history.sessions),
+        opened=tuple(session.start.opened for session in history.sessions),
         steps=history.steps,
         rounds=tuple(
             replace(one.seen, seconds=one.seen.seconds + float(offsets[one.session])) for one in history.rounds
         ),
         stopped=str(stops[0]["reason"]) if stops else None,
         end=ends[0] if ends else None,
+        log=log,
         damaged=history.damaged + len(steps) - len(step),
         clock=clock,
     )
@@ -373,7 +381,7 @@ def _windows(history: History, offsets: Floats) -> tuple[Span, ...]:
 
 def _notes(history: History, offsets: Floats) -> tuple[Note, ...]:
     notes, before = [], set[str]()
-    replica = history.called if history.elastic else whole(history.sessions[-1].start["replica"])
+    replica = history.called if history.elastic else history.sessions[-1].start.replica
     for one in history.others:
         kind, text = one.event["event"], text_of_event(one.event)
         if text and not (kind in ONCE and text in before):

@@ -13,10 +13,8 @@ import numpy as np
 
 from thinwire.app.records.clocks import Offset
 from thinwire.app.records.events import event_files
-from thinwire.app.records.fragments import fragments_of
 from thinwire.app.records.losses import JUMPED, named_losses, outcome, useless
 from thinwire.app.records.participation import (
-    CARRIER,
     Participation,
     Steps,
     how_many,
@@ -29,9 +27,9 @@ from thinwire.app.records.run_file import read_run_file
 from thinwire.app.records.samples import samples_of, text_of_samples
 from thinwire.app.records.score import Score, score_of
 from thinwire.app.records.sessions import number, whole
+from thinwire.app.records.start import Start
 from thinwire.app.records.summary import Summary
-from thinwire.app.records.units import NOTHING, text_of_nbytes, text_of_seconds, unit_of
-from thinwire.app.records.unlike import losses_of_each, unlike
+from thinwire.app.records.units import NOTHING, text_of_nbytes, text_of_seconds
 from thinwire.errors import DataError, MissingError
 from thinwire.files import contents, parsed
 
@@ -77,32 +75,25 @@ class RunRecord:
         if not records:
             raise DataError(f"{folder} holds no event yet: its run was never started, or only just. Try again later.")
         replicas = tuple(sorted(records, key=lambda record: (record.replica, record.name)))
-        settings, remarks = _settings(folder, replicas[0].start)
+        settings, remarks = _settings(folder, replicas[0].start.run)
         summary, more = _summary(folder, replicas)
         taken = sum(len(record.step) for record in replicas)
         skipped = sum(record.skipped for record in replicas) / taken if taken else 0.0
         loss, known = summary.eval_loss, _evaluations(replicas)
         trained = [(float(record.loss[0]), float(record.smooth[-1])) for record in replicas if len(record.loss)]
-        status = outcome(_status(replicas), loss, known, _uniform(replicas[0].start), skipped, trained)
+        status = outcome(_status(replicas), loss, known, replicas[0].start.uniform, skipped, trained)
         return cls(
             folder, settings, replicas, summary, status, (*remarks, *newest, *damaged, *more, *_remarks(replicas))
         )
 
     @property
-    def made_of(self) -> Mapping[str, Any]:
-        """What the strategy is, with all that its recipe decides; empty for runs that do not say it."""
-        run = self.replicas[0].start["run"]
-        said = run.get("made_of") if isinstance(run, dict) else None
-        return said if isinstance(said, dict) else {}
+    def start(self) -> Start:
+        """What its first replica told when it began."""
+        return self.replicas[0].start
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
-
-    @property
-    def unit(self) -> str:
-        """What `summary.tokens` counts: tokens, or of a job of the user's own samples or batches."""
-        return unit_of(self.replicas[0].start)
 
     @property
     def evaluations(self) -> Evaluations:
@@ -112,14 +103,14 @@ class RunRecord:
     @property
     def privacy(self) -> Mapping[str, Any] | None:
         """What a run that clips and adds noise has promised: the weakest of what its replicas said when they ended."""
-        said = [replica.end["summary"].get("privacy") for replica in self.replicas if replica.end]
+        said = [end.get("privacy") for end in _ends(self.replicas)]
         whole = [one for one in said if isinstance(one, dict) and math.isfinite(number(one.get("epsilon")))]
         return max(whole, key=lambda one: number(one["epsilon"]), default=None)
 
     @property
     def named_samples(self) -> str:
         """Which samples were lost with which replica, and which went to others."""
-        return text_of_samples([replica.end["summary"] for replica in self.replicas if replica.end])
+        return text_of_samples(_ends(self.replicas))
 
     @property
     def steps(self) -> list[Steps]:
@@ -127,16 +118,10 @@ class RunRecord:
         return [replica.steps for replica in self.replicas] if _elastic(self.replicas) else []
 
     @property
-    def fragments(self) -> list[tuple[str, int]]:
-        """(name, parameters) of every fragment."""
-        return fragments_of(self.replicas[0].start)
-
-    @property
     def rates(self) -> list[float]:
         """The rate of each replica's link in bits per second; empty if one is not known."""
-        links = [replica.start["link"] for replica in self.replicas]
-        rates = [number(link.get("bits_per_second")) if isinstance(link, dict) else math.nan for link in links]
-        return rates if all(math.isfinite(rate) and rate > 0 for rate in rates) else []
+        rates = [replica.start.bits_per_second for replica in self.replicas]
+        return rates if all(map(math.isfinite, rates)) else []
 
     @property
     def bits_per_second(self) -> float | None:
@@ -188,9 +173,13 @@ def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:
     )
 
 
-def _settings(folder: Path, start: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+def _ends(replicas: Sequence[ReplicaRecord]) -> list[Mapping[str, Any]]:
+    """The summaries with which replicas ended, of those that have."""
+    return [replica.end for replica in replicas if replica.end is not None]
+
+
+def _settings(folder: Path, logged: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     path = folder / "run.toml"
-    logged = start["run"] if isinstance(start["run"], dict) else {}
     try:
         return read_run_file(path)[0], []
     except FileNotFoundError:
@@ -200,7 +189,7 @@ def _settings(folder: Path, start: Mapping[str, Any]) -> tuple[Mapping[str, Any]
 
 
 def _elastic(replicas: Sequence[ReplicaRecord]) -> bool:
-    return bool(replicas[0].start["carrier"] == CARRIER)
+    return replicas[0].start.elastic
 
 
 def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
@@ -208,7 +197,7 @@ def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
     if not _elastic(replicas):
         return []
     notes: list[Note] = []
-    participation, asked = Participation(1), whole(replicas[0].start["replicas"])
+    participation, asked = Participation(1), replicas[0].start.replicas
     for seen in merge_rounds(seen for replica in replicas for seen in replica.rounds):
         joined, left = participation.take(seen)
         for kind, names in (("joined", joined), ("left", left)):
@@ -229,18 +218,12 @@ def _evaluations(replicas: Sequence[ReplicaRecord]) -> Evaluations:
     return next((r.evaluations for r in replicas if len(r.evaluations.step)), replicas[0].evaluations)
 
 
-def _uniform(start: Mapping[str, Any]) -> float:
-    """The loss of a language model that gives all tokens the same probability; NaN for a job of the user's own."""
-    run = start["run"] if isinstance(start["run"], dict) else {}
-    corpus = run.get("corpus")
-    vocabulary = number(corpus.get("vocabulary")) if isinstance(corpus, dict) and not run.get("job") else math.nan
-    return math.log(vocabulary) if 1 <= vocabulary < math.inf else math.nan
-
-
 def _ended(replicas: Sequence[ReplicaRecord]) -> bool:
     """Whether the run has ended, perhaps without replicas that were lost; one that has begun again has had more sessions."""
     latest = 0 if _elastic(replicas) else max(replica.sessions for replica in replicas)
-    return any(replica.end and replica.stopped is None and replica.sessions >= latest for replica in replicas)
+    return any(
+        replica.end is not None and replica.stopped is None and replica.sessions >= latest for replica in replicas
+    )
 
 
 def _status(replicas: Sequence[ReplicaRecord]) -> str:
@@ -262,11 +245,8 @@ def _jump(replicas: Sequence[ReplicaRecord]) -> str:
     here, start = {replica.called for replica in replicas}, replicas[0].start
     seen = [each for replica in replicas for each in replica.rounds]
     if any(not here.issuperset(each.members) for each in seen):
-        run = start["run"] if isinstance(start["run"], dict) else {}
-        made_of = run.get("made_of")
-        every = number(made_of.get("every")) if isinstance(made_of, dict) else math.nan
-        rounds = max(each.number for each in seen)
-        if not 2 * rounds * every < last * max(1, len(fragments_of(start))):  # also if nobody knows
+        rounds, every = max(each.number for each in seen), number(start.made_of.get("every"))
+        if not 2 * rounds * every < last * max(1, len(start.fragments)):  # also if nobody knows
             return ""
     return f"{JUMPED}: {alone:,} of {last:,} steps were trained by nobody"
 
@@ -274,7 +254,7 @@ def _jump(replicas: Sequence[ReplicaRecord]) -> str:
 def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, list[str]]:
     """The run's own summary at its end; without one, a summary from its events."""
     computed = _computed(replicas)
-    said = [replica.end["summary"] for replica in replicas if replica.end]
+    said = _ends(replicas)
     elastic = _elastic(replicas)
     if not said or (len(said) < len(replicas) and not (elastic or _ended(replicas))):
         remark = "There is no end event, so the run is still active or was killed; the numbers are from its events."
@@ -285,11 +265,13 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
             means[key] = number(means[key]) * len(replicas) / computed.replicas
     walls = [wall for summary in said if math.isfinite(wall := number(summary.get("wall_seconds")))]
     means |= {"wall_seconds": max(walls)} if walls else {}
-    if unlike(replicas):
-        means["losses"] = losses_of_each(replicas)
+    if _unlike(replicas):
+        ended = [replica for replica in replicas if replica.end is not None]
+        names = [f"{replica.called} ({replica.start.run.get('model')})" for replica in ended]
+        means["losses"] = dict(zip(names, (end.get("eval_loss") for end in said)))
     if elastic:  # each told of itself alone
         means |= {"tokens": computed.tokens, "steps": computed.steps}
-    without = "" if elastic else ", ".join(replica.name for replica in replicas if not replica.end)
+    without = "" if elastic else ", ".join(replica.name for replica in replicas if replica.end is None)
     remark = f"There is no end event of {without}: lost, or still active. The numbers are those of the others."
     return _overlaid(computed, {**_summary_file(folder), **means}), [remark] if without else []
 
@@ -340,12 +322,12 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
     evaluated = _evaluations(replicas).loss
     elastic = _elastic(replicas)
     steps = (max if elastic else min)((int(r.step[-1]) if len(r.step) else 0) for r in replicas)
-    parameters = whole(start["parameters"])
+    parameters = start.parameters
     count = len(replicas) if elastic else len({r.replica for r in replicas})
     nbytes = sum(r.nbytes_sent for r in replicas) / count
     used = [r.compute_utilization for r in replicas if math.isfinite(r.compute_utilization)]
     return Summary(
-        strategy=str(start["strategy"]),
+        strategy=start.strategy,
         replicas=count,
         steps=steps,
         tokens=sum(int(r.tokens.sum()) for r in replicas),
@@ -358,16 +340,16 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         compute_utilization=float(np.mean(used)) if used else math.nan,
         wall_seconds=max(r.wall_seconds for r in replicas),
         stall_seconds=float(np.mean([r.stall_seconds for r in replicas])),
-        provenance=provenance_of(start),
+        provenance=start.provenance,
         time=_mean_time([r.time for r in replicas]),
         **_membership(replicas),
-        **samples_of([replica.end["summary"] for replica in replicas if replica.end], _computed_samples(replicas)),
+        **samples_of(_ends(replicas), _computed_samples(replicas)),
     )
 
 
 def _computed_samples(replicas: Sequence[ReplicaRecord]) -> int | None:
     """Sequences of text that the replicas of an elastic run have trained, counted or not; None for other runs."""
-    run = replicas[0].start["run"] if isinstance(replicas[0].start["run"], dict) else {}
+    run = replicas[0].start.run
     if not _elastic(replicas) or run.get("job") or not whole(run.get("sequence")):
         return None
     return sum(int(r.tokens.sum()) for r in replicas) // whole(run.get("sequence"))
@@ -379,27 +361,24 @@ def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
         return {}
     rounds = merge_rounds(seen for replica in replicas for seen in replica.rounds)
     incarnations = {replica.called: replica.incarnations for replica in replicas}
-    seen = numbers(rounds, incarnations, len(fragments_of(replicas[0].start)))
+    seen = numbers(rounds, incarnations, len(replicas[0].start.fragments))
     steps = {f"steps_{own}": sum(getattr(r.steps, own) for r in replicas) for own in ("trained", "jumped", "counted")}
     return {"living": seen.living, "taking_part": seen.taking_part, "rounds_committed": seen.committed, **steps}
 
 
-def provenance_of(start: Mapping[str, Any]) -> str:
-    """The provenance of a run's numbers, by its `start` event: "emulated" with a set rate or with replicas slowed down, "measured" with neither."""
-    if start.get("carrier") == "virtual time":
-        return "simulated"
-    link, run = (start[name] if isinstance(start[name], dict) else {} for name in ("link", "run"))
-    return "emulated" if math.isfinite(number(link.get("bits_per_second"))) or run.get("slow") else "measured"
+def _unlike(replicas: Sequence[ReplicaRecord]) -> bool:
+    """Whether every replica has trained and evaluated a model of its own, by what they said."""
+    ends = _ends(replicas)
+    return bool(ends) and all(end.get("eval_of") == "each" for end in ends)
 
 
 def _remarks(replicas: Sequence[ReplicaRecord]) -> list[str]:
-    start, remarks = replicas[0].start, []
-    expected = number(start["replicas"])
+    remarks, expected = [], replicas[0].start.replicas
     count = len({replica.replica for replica in replicas})
-    if math.isfinite(expected) and count < expected and not _elastic(replicas):
-        remarks.append(f"{count} of {int(expected)} replicas left an event log.")
-    weights = {replica.end["summary"].get("weights") for replica in replicas if replica.end and replica.stopped is None}
-    if len(weights) > 1 and len(replicas) == count and not unlike(replicas):
+    if count < expected and not _elastic(replicas):
+        remarks.append(f"{count} of {expected} replicas left an event log.")
+    weights = {str(end.get("weights")) for end in _ends([replica for replica in replicas if replica.stopped is None])}
+    if len(weights) > 1 and len(replicas) == count and not _unlike(replicas):
         remarks.append("The replicas ended with different outer weights: at least one had not heard the last rounds.")
     damaged = sum(replica.damaged for replica in replicas)
     if damaged:

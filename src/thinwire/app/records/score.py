@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.app.records.replica_record import ReplicaRecord
-from thinwire.app.records.sessions import number
 from thinwire.exchange.record import RESOLUTION
 
 
@@ -54,7 +53,7 @@ def score_of(
     """The score of a run. `bits`: per parameter and step; `taking_part`: replicas, where they come and go; `loss`: at the end; `best`: the
     least of the runs side by side, None for a run alone.
     """
-    asked = number(replicas[0].start["replicas"])
+    asked = replicas[0].start.replicas
     return Score(
         {
             "deadline": _deadline(replicas, taking_part is not None),

@@ -1,12 +1,9 @@
-"""The sessions of one event file, and numbers from its fields."""
+"""Stretches of time of a run, and numbers from the fields of its events."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-from thinwire.app.records.events import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +27,6 @@ class Lost:
     span: Span
     steps: int
     nbytes: int
-
-
-def split(events: Iterable[Event]) -> list[list[Event]]:
-    """The sessions, each from its `start` on."""
-    sessions: list[list[Event]] = []
-    for event in events:
-        if event["event"] == "start":
-            sessions.append([event])
-        elif sessions:
-            sessions[-1].append(event)
-    return sessions
 
 
 def number(value: object) -> float:

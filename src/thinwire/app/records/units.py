@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 UNITS = ("tokens", "samples", "batches")  # units of data
 NOTHING = "–"  # the text for an unknown number
@@ -71,12 +70,6 @@ def text_of_loss(loss: float | None) -> str:
     if loss is None:
         return NOTHING
     return f"{loss:.4f}" if loss == 0 or 0.01 <= abs(loss) < _LONG or not math.isfinite(loss) else f"{loss:.4g}"
-
-
-def unit_of(start: Mapping[str, Any]) -> str:
-    """What a run counts its data in, by its start event."""
-    said = start["run"].get("unit") if isinstance(start["run"], dict) else None
-    return said if isinstance(said, str) and said in UNITS else UNITS[0]
 
 
 def known(value: float | None) -> TypeGuard[float]:

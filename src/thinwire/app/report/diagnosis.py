@@ -9,24 +9,18 @@ from html import escape
 from math import isfinite, log2
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.app.diagnosis import Finding, Record, Rules, Seen, Syndrome, Watch, stuck
+from thinwire.app.diagnosis import Finding, Rules, Syndrome, Watch, stuck
 from thinwire.app.diagnosis.measure import Cell, Reading
-from thinwire.app.records.events import Event, Tail, being_written, event_files
-from thinwire.app.records.participation import CARRIER
-from thinwire.app.records.run_record import provenance_of
-from thinwire.app.records.sessions import finite, whole
+from thinwire.app.records.events import being_written
+from thinwire.app.records.round_log import Key, RoundLog
+from thinwire.app.records.run_record import RunRecord
 from thinwire.app.records.units import NOTHING, text_of_seconds
 from thinwire.app.report.page import table
-from thinwire.errors import DataError, MissingError, PacketError
-
-ROUNDS = 1 << 16  # the latest rounds of a replica among which one that hangs is looked for
-
-Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -87,36 +81,35 @@ class Diagnosis:
         }  # fmt: skip
 
 
-def diagnose(folder: str | Path) -> Diagnosis:
-    """Diagnose the event logs in `folder`, of the last session of each replica. The run may be active, or interrupted.
-
-    Raises `DataError` for a folder that holds no run.
-    """
-    paths = event_files(Path(folder))
-    logs = [log for path in paths if (log := _Log.read(path))]
-    if not logs:
-        unread = ", ".join(str(path) for path in paths if path.stat().st_size)
-        why = f": no start of a run is in {unread}" if unread else " holds no events/*.jsonl of a run"
-        raise (DataError if unread else MissingError)(f"{folder}{why}. Give the folder that `thinwire train` wrote.")
-    return _diagnosis(logs)
+def diagnose(record: RunRecord) -> Diagnosis:
+    """Diagnose the last session of each replica of a run, which may be active, or interrupted."""
+    return diagnose_logs({record.folder / f"events/{replica.called}.jsonl": replica.log for replica in record.replicas})
 
 
-def diagnose_logs(sessions: Mapping[Path, Sequence[Event]]) -> Diagnosis:
-    """Diagnose the last session of each event log, of one or more."""
-    return _diagnosis([_Log.of(path, session) for path, session in sessions.items()])
-
-
-def _diagnosis(logs: Sequence[_Log]) -> Diagnosis:
-    if logs[0].word == "simulated":
+def diagnose_logs(logs: Mapping[Path, RoundLog]) -> Diagnosis:
+    """Diagnose the rounds of replicas, by their event files. A run that is active has waited since its last event."""
+    every = [_Log(log, _waited(path)) for path, log in logs.items()]
+    if every[0].rounds.start.provenance == "simulated":
         doubt = "The run was simulated, so no message was sent. Its report page shows who waits, and for how long."
-        return Diagnosis(tuple(log.name for log in logs), (), doubts=(doubt,), word="simulated")
-    parts = [_diagnosed([log for log in logs if log.shard == shard]) for shard in sorted({log.shard for log in logs})]
-    first = parts[0]
-    for other in parts[1:]:  # the shards of a replica send beside each other: what one of them finds counts
+        return Diagnosis(tuple(log.rounds.name for log in every), (), doubts=(doubt,), word="simulated")
+    shards = sorted({log.rounds.shard for log in every})
+    first, *others = [_diagnosed([log for log in every if log.rounds.shard == shard]) for shard in shards]
+    for other in others:  # the shards of a replica send beside each other: what one of them finds counts
         known = {finding.cause for finding in first.findings}
         more = tuple(finding for finding in other.findings if finding.cause not in known)
         first = replace(first, findings=first.findings + more)
     return first
+
+
+class _Log(NamedTuple):
+    """The rounds of one replica, and the seconds since its last event; None if its process no longer runs."""
+
+    rounds: RoundLog
+    waited: float | None
+
+
+def _waited(path: Path) -> float | None:
+    return max(0.0, time.time() - path.stat().st_mtime) if being_written(path) else None
 
 
 def delay_table(diagnosis: Diagnosis) -> Table:
@@ -176,91 +169,12 @@ def _figures(finding: Finding, going: bool) -> str:
     return f"{finding.detail}: {text_of_seconds(finding.seconds)}, not {text_of_seconds(finding.usual)}; {when}"
 
 
-@dataclass
-class _Log:
-    """One replica's last session."""
-
-    name: str
-    replicas: int
-    shard: int
-    records: dict[Key, Record] = field(default_factory=dict)
-    began: dict[Key, float] = field(default_factory=dict)
-    over: dict[Key, float] = field(default_factory=dict)
-    now: float = 0.0
-    ended: bool = False
-    damaged: int = 0
-    going: bool = False
-    word: str = "measured"
-    elastic: bool = False
-
-    @classmethod
-    def read(cls, path: Path) -> _Log | None:
-        log, tail = None, Tail(path)
-        for event in tail.events():
-            if event["event"] == "start":
-                log = cls.begun(path, event)
-            elif log:
-                log.take(event)
-        if not log:
-            return None
-        log.damaged += tail.damaged
-        return log.closed(path)
-
-    @classmethod
-    def of(cls, path: Path, session: Sequence[Event]) -> _Log:
-        start, *events = session
-        log = cls.begun(path, start)
-        for event in events:
-            log.take(event)
-        return log.closed(path)
-
-    @classmethod
-    def begun(cls, path: Path, start: Event) -> _Log:
-        shard = path.stem.partition(".shard-")[2]
-        log = cls(str(whole(start["replica"])), whole(start["replicas"]), int(shard) if shard.isdigit() else 0)
-        log.word, log.elastic = provenance_of(start), start["carrier"] == CARRIER
-        return log
-
-    def closed(self, path: Path) -> _Log:
-        """The log, after its last event. A run that is active has waited since then."""
-        self.going = being_written(path)
-        if self.going:
-            self.now += max(0.0, time.time() - path.stat().st_mtime)
-        return self
-
-    def take(self, event: Event) -> None:
-        kind, seconds = event["event"], finite(event["seconds"])
-        self.now, self.ended = max(self.now, seconds), self.ended or kind in ("end", "stop")
-        if kind == "wire":
-            try:
-                record = Record.of(event)
-            except PacketError:
-                self.damaged += 1
-                return
-            self.name = record.name
-            self.records[record.key] = record
-            if self.elastic:  # a departure is not a round yet
-                self.began[record.key] = seconds
-            if record.over:
-                self.over[record.key] = seconds
-        elif kind in ("depart", "flight", "land") and not self.elastic:
-            key = whole(event["fragment"]), whole(event["round"])
-            (self.began if kind == "depart" else self.over).setdefault(key, seconds)
-        for rounds in (self.began, self.over):
-            if len(rounds) > ROUNDS:
-                del rounds[next(iter(rounds))]
-
-    def seen(self) -> Seen:
-        failed = {key: record for key, record in self.records.items() if not record.over}
-        return Seen(self.name, self.began, self.over, failed, self.now, self.ended)
-
-
 def _diagnosed(logs: Sequence[_Log]) -> Diagnosis:
-    names = tuple(sorted({log.name for log in logs}, key=lambda name: (len(name), name)))
-    order: dict[Key, None] = {}
-    for log in sorted(logs, key=lambda log: -len(log.records)):
-        order |= dict.fromkeys(log.records)
-    together = [[log.records[key] for log in logs if key in log.records] for key in order]
+    names = tuple(sorted({log.rounds.name for log in logs}, key=lambda name: (len(name), name)))
+    of_each, order = [log.rounds.records for log in logs], dict[Key, None]()
+    for its in sorted(of_each, key=len, reverse=True):
+        order |= dict.fromkeys(its)
+    together = [[its[key] for its in of_each if key in its] for key in order]
     whole_ones = [number for number, records in enumerate(together) if {r.name for r in records} >= records[0].group]
     if whole_ones:  # else somebody's log is not here at all; what comes after the last one is still being written
         together = together[: whole_ones[-1] + 1]
@@ -272,7 +186,7 @@ def _diagnosed(logs: Sequence[_Log]) -> Diagnosis:
     for finding in last:
         past.pop(finding.cause, None)
     ways = {cell: _way(list(readings)) for cell, readings in sorted(watch.latest.items())}
-    findings = (*stuck([log.seen() for log in logs]), *last)
+    findings = (*stuck([log.rounds.seen(log.waited or 0.0) for log in logs]), *last)
     doubts = _doubts(logs, names, len(rounds), ways)
     return Diagnosis(
         names,
@@ -281,8 +195,8 @@ def _diagnosed(logs: Sequence[_Log]) -> Diagnosis:
         ways,
         len(rounds),
         tuple(doubts),
-        any(log.going for log in logs),
-        logs[0].word,
+        any(log.waited is not None for log in logs),
+        logs[0].rounds.start.provenance,
     )
 
 
@@ -295,7 +209,7 @@ def _way(readings: Sequence[Reading]) -> Way:
 
 
 def _doubts(logs: Sequence[_Log], names: Sequence[str], rounds: int, ways: Mapping[Cell, Way]) -> list[str]:
-    doubts, due = [], max(log.replicas for log in logs)
+    doubts, due = [], max(log.rounds.start.replicas for log in logs)
     if len(names) < due:
         doubts.append(
             f"{len(names)} of {due} replicas left an event log here: what the others saw is not known. Copy their events/ "
@@ -316,5 +230,5 @@ def _doubts(logs: Sequence[_Log], names: Sequence[str], rounds: int, ways: Mappi
         doubts.append(
             "With two replicas, a slow sender, a slow receiver and a slow link look alike; a third replica would tell them apart."
         )
-    damaged = sum(log.damaged for log in logs)
+    damaged = sum(log.rounds.damaged for log in logs)
     return doubts + ([f"{damaged} records could not be read."] if damaged else [])

@@ -1,8 +1,10 @@
-"""How step times, exchanges and losses are distributed, by replica: a kernel density where it can be trusted, otherwise every value."""
+"""How step times, exchanges and losses are distributed, by replica: for each value, the share of the values that are at most as large.
+
+A curve of shares needs no bandwidth: it shows two modes as two steep stretches, and one value far away as its last step.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -12,8 +14,7 @@ from thinwire.app.records.history import Floats
 from thinwire.app.records.replica_record import ReplicaRecord
 from thinwire.app.records.run_record import RunRecord
 from thinwire.app.records.units import text_of_loss, text_of_seconds
-from thinwire.app.report.charts import LINES, POINTS, Chart, ChartState, Json, colour, every_point, rounded
-from thinwire.app.report.kernel_density import LEAST_VALUES, Bandwidth, bandwidth, kernel_density
+from thinwire.app.report.charts import LINES, POINTS, Chart, Json, chart, curve, every_point, share_axis
 
 QUANTITIES = {
     "step-times": "Seconds of an inner step",
@@ -21,8 +22,7 @@ QUANTITIES = {
     "losses": "Losses of the steps in the second half of the run",
 }
 WIDE = 5.0  # largest over smallest above which seconds have a logarithmic axis
-REACH = 3.0  # how far a density is drawn beyond the values, in bandwidths
-FINE = 0.25  # most between two points of a density, in bandwidths
+FEW = 30  # values, below which each has a dot
 
 Samples = Sequence[tuple[str, Floats]]  # (replica, its values)
 
@@ -37,83 +37,37 @@ def samples(replica: ReplicaRecord, what: str) -> Floats:
         values = replica.loss[replica.step > replica.step[-1] / 2] if len(replica.step) else replica.loss
     else:
         values = replica.compute_seconds
-    found: Floats = values[np.isfinite(values)]
-    return found
+    finite: Floats = values[np.isfinite(values)]
+    return finite
 
 
 def distribution_charts(record: RunRecord) -> Mapping[str, Chart]:
-    """A chart for each of `QUANTITIES` that the run has recorded. If one replica's density cannot be trusted, none is drawn in its chart."""
+    """A chart for each of `QUANTITIES` that the run has recorded."""
     charts = {}
     for what in QUANTITIES:
-        own = [(replica.name, samples(replica, what)) for replica in record.replicas[:LINES]]
-        own = [(name, values) for name, values in own if len(values)]
-        if own:
+        of_each = [(replica.name, samples(replica, what)) for replica in record.replicas[:LINES]]
+        of_each = [(name, values) for name, values in of_each if len(values)]
+        if of_each:
             left_out = len(record.replicas) - LINES
             more = [f"The first {LINES} of {len(record.replicas)} replicas are drawn."] if left_out > 0 else []
-            charts[what] = _chart(what, own, more)
+            charts[what] = _chart(what, of_each, more)
     return charts
 
 
-def _chart(what: str, own: Samples, more: Sequence[str]) -> Chart:
-    low, high = min(values.min() for _, values in own), max(values.max() for _, values in own)
+def _chart(what: str, of_each: Samples, more: Sequence[str]) -> Chart:
+    low, high = min(values.min() for _, values in of_each), max(values.max() for _, values in of_each)
     timed = what != "losses"
     logarithmic = bool(timed and low > 0 and high > WIDE * low)
-    scaled = [(name, np.log(values) if logarithmic else values) for name, values in own]
-    found = [bandwidth(values) for _, values in scaled]
-    doubts = [f"in {name} {one.doubt}" for (name, _), one in zip(own, found) if one.doubt]
-    if doubts:
-        data = [_shares(index, *one) for index, one in enumerate(own)]
-        y: Json = {"title": {"text": "share of values"}, "range": [0, 1.03], "tickformat": ".0%"}
-    else:
-        data = [_density(index, *one, width, logarithmic) for (index, one), width in zip(enumerate(scaled), found)]
-        y = {"title": {"text": "density"}, "rangemode": "tozero", "showticklabels": False}
-    x: Json = {"title": {"text": QUANTITIES[what]}} | (_seconds_axis(low, high, logarithmic) if timed else {})
-    view = ChartState(what, data, {"xaxis": x, "yaxis": y, "hovermode": "closest", "showlegend": True})
-    why = [f"No density is drawn, because {doubts[0]}. Each value is a step of the curve."] if doubts else []
-    return Chart([view], 290, (*why, *(_told(name, values, timed) for name, values in own), *more))
-
-
-def _shares(index: int, name: str, values: Floats) -> Json:
-    """The share of values that are at most x. Each value has a dot if they are few."""
-    ordered = np.sort(values)
-    some = every_point(len(ordered), POINTS)
-    return _trace(index, name, ordered[some], (some + 1) / len(ordered), "%{y:.1%} of the values are at most %{x}") | {
-        "mode": "lines+markers" if len(values) < LEAST_VALUES else "lines",
-        "marker": {"size": 5, "color": colour(index)},
-        "line": {"shape": "hv", "width": 1.5, "color": colour(index)},
-    }
-
-
-def _density(index: int, name: str, values: Floats, found: Bandwidth, logarithmic: bool) -> Json:
-    h = found.h
-    low, high = values.min() - REACH * h, values.max() + REACH * h
-    at = np.linspace(low, high, min(POINTS, math.ceil((high - low) / (FINE * h)) + 1))
-    return _trace(index, name, np.exp(at) if logarithmic else at, kernel_density(values, h, at), "%{x}") | {
-        "fill": "tozeroy",
-        "fillcolor": colour(index) + "22",
-    }
-
-
-def _trace(index: int, name: str, x: Floats, y: Floats, told: str) -> Json:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": rounded(x),
-        "y": rounded(y),
-        "line": {"width": 1.5, "color": colour(index)},
-        "name": escape(name),
-        "hovertemplate": told,
-    }
-
-
-def _seconds_axis(low: float, high: float, logarithmic: bool) -> Json:
-    """Ticks at 1, 2 and 5 of each decade on a logarithmic axis."""
-    if not logarithmic:
-        return {"ticksuffix": " s"}
-    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    digits = (1,) if len(decades) > 5 else (1, 2, 5)
-    ticks = [digit * 10.0**decade for decade in decades for digit in digits]
-    return {"type": "log", "tickvals": ticks, "ticktext": [text_of_seconds(tick) for tick in ticks]}
+    x: Json = {"title": {"text": QUANTITIES[what]}, "ticksuffix": " s" if timed else ""}
+    x |= {"type": "log", "dtick": 1 if high > 1e3 * low else "D2"} if logarithmic else {}
+    data: list[Json] = []
+    for index, (name, values) in enumerate(of_each):
+        some = every_point(len(values), POINTS)
+        line = curve(np.sort(values)[some], (some + 1) / len(values), escape(name), index, "%{y:.1%} up to %{x}")
+        data.append(line | {"mode": "lines+markers" if len(values) < FEW else "lines", "marker": {"size": 5}})
+        data[-1]["line"] |= {"shape": "hv", "width": 1.5}
+    drawn = chart(data, x, share_axis("share of values"), *(_told(*each, timed) for each in of_each), *more)
+    return Chart(drawn.views, 290, drawn.remarks)
 
 
 def _told(name: str, values: Floats, timed: bool) -> str:

@@ -20,13 +20,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.app.records.events import Event, Tail
-from thinwire.app.records.fragments import fragments_of
+from thinwire.app.records.events import Event
 from thinwire.app.records.losses import useless
-from thinwire.app.records.participation import CARRIER, MembershipLog, Steps, text_of_steps
+from thinwire.app.records.participation import MembershipLog, Steps, text_of_steps
 from thinwire.app.records.printable import printable
-from thinwire.app.records.run_record import RunRecord, best_loss, provenance_of
-from thinwire.app.records.sessions import number, whole
+from thinwire.app.records.run_record import RunRecord, best_loss
+from thinwire.app.records.start import CARRIER, Start
 from thinwire.app.records.units import (
     NOTHING,
     UNITS,
@@ -35,10 +34,9 @@ from thinwire.app.records.units import (
     text_of_nbytes,
     text_of_seconds,
     text_of_share,
-    unit_of,
 )
-from thinwire.app.report.replica_progress import ReplicaProgress, step_of_run
-from thinwire.app.report.terminal import Terminal
+from thinwire.app.report.replica_progress import ReplicaProgress, Watched, step_of_run
+from thinwire.app.report.terminal import Terminal, screen
 
 SILENT_SECONDS = 20.0  # seconds without an event after which a replica does not count as living
 COLUMNS = ("replica", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused")
@@ -72,11 +70,10 @@ class Progress:
         self.steps = steps
         self.console = console or Terminal()
         self._names = [f"replica-{index}" for index in range(replicas)] if isinstance(replicas, int) else list(replicas)
-        self._tails = [Tail(events / f"{name}{suffix}") for name in self._names]
-        self._replicas = [ReplicaProgress() for _ in self._names]
+        self._watched = [Watched(events / f"{name}{suffix}") for name in self._names]
+        self._heard = [-math.inf] * len(self._names)  # when, on this process's clock
         self._membership: MembershipLog | None = None  # of an elastic run
         self._steps = [Steps(name) for name in self._names]
-        self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
         self._unit, self._provenance = UNITS[0], "measured"
         self._waits = ""  # what the start waits for
@@ -104,19 +101,19 @@ class Progress:
 
     def pass_over(self) -> None:
         """Skip the events of earlier sessions, which have been shown."""
-        for tail, steps in zip(self._tails, self._steps):
-            for event in tail.events():
+        for watched, steps in zip(self._watched, self._steps):
+            for event in watched.tail.events():
                 # Nobody asks for its steps, and there may be millions.
                 if event["event"] == "start" and event["carrier"] != CARRIER:
-                    tail.pass_over()
+                    watched.tail.pass_over()
                     break
                 steps.take(event)
 
     def update(self, last: bool = False) -> None:
         """Read new events and show the progress; `last` shows it even if the last line was recent."""
-        for index, tail in enumerate(self._tails):
-            for event in tail.events():
-                self._replicas[index].heard = time.monotonic()
+        for index, watched in enumerate(self._watched):
+            for event in watched.events():
+                self._heard[index] = time.monotonic()
                 self._steps[index].take(event)
                 self._take(index, event)
         if self._live:
@@ -128,21 +125,19 @@ class Progress:
     def _take(self, index: int, event: Event) -> None:
         kind = event["event"]
         if kind == "start":
-            self._replicas[index] = ReplicaProgress.of(event)
-            self._replicas[index].heard = time.monotonic()
-            self._unit, self._provenance = unit_of(event), provenance_of(event)
-            self._here = " here" if whole(event["replicas"]) > len(self._names) else ""
-            if event["carrier"] == CARRIER and self._membership is None:
-                self._membership = MembershipLog(len(fragments_of(event)), whole(event["replicas"]))
-            for choice in event["run"].get("exchanges", []) if isinstance(event["run"], dict) else []:
+            start = Start.of(event)
+            self._unit, self._provenance = start.unit, start.provenance
+            self._here = " here" if start.replicas > len(self._names) else ""
+            if start.elastic and self._membership is None:
+                self._membership = MembershipLog(len(start.fragments), start.replicas)
+            exchanges = start.run.get("exchanges")
+            for choice in exchanges if isinstance(exchanges, list) else ():
                 self._say("exchange", choice)
-        elif kind == "eval" and event["of"] != "start":
-            self._evaluated = (whole(event.get("progress", event["step"])), number(event["loss"]))
         elif kind in ("warning", "stop"):
             said = event.get("message", event.get("reason"))
             if not str(said).startswith("JobError: "):  # the command ends with it
                 self._say(f"{kind} ({self._names[index].replace('-', ' ')}, step {event['step']})", said)
-        elif kind == "skip" and not any(replica.skipped for replica in self._replicas):
+        elif kind == "skip" and sum(replica.skipped for replica in self._replicas) == 1:
             self._print(
                 f"warning ({self._names[index].replace('-', ' ')}, step {event['step']}): the step changed no weights, because "
                 f"{event['reason']}. If more steps are skipped, check the data and the loss, or lower --lr."
@@ -160,7 +155,6 @@ class Progress:
         elif kind in ("alone", "retry", "caught_up", "doubt", "late", "keeps", "round") and self._membership:
             for text in self._membership.take(self._names[index], event):
                 self._print(text)
-        self._replicas[index].take(event)
 
     def say(self, text: str) -> None:
         """Show a line that is not in the logs."""
@@ -189,6 +183,10 @@ class Progress:
         )
 
     @property
+    def _replicas(self) -> list[ReplicaProgress]:
+        return [watched.progress for watched in self._watched]
+
+    @property
     def _moving(self) -> list[ReplicaProgress]:
         """The replicas that train: without those that have no step yet, and those that have ended, unless all have."""
         begun = [replica for replica in self._replicas if replica.recent]
@@ -202,16 +200,17 @@ class Progress:
         """The phase before the first step; empty afterwards."""
         if any(replica.recent or replica.ended for replica in self._replicas):
             return ""
-        begun = all(replica.begun for replica in self._replicas)
+        begun = all(watched.start for watched in self._watched)
         return "compiling, meeting the others" if begun else self._waits or "starting"
 
     def _elapsed(self) -> str:
         return text_of_seconds(round(time.monotonic() - self._opened))
 
     def _evaluation(self) -> str:
-        if self._evaluated is None:
+        evaluated = max((watched.evaluated for watched in self._watched if watched.evaluated), default=None)
+        if evaluated is None:
             return ""
-        step, loss = self._evaluated
+        step, loss = evaluated
         return f"evaluation {text_of_loss(loss)} at step {min(self.steps, step)}"
 
     def _line(self) -> str:
@@ -251,7 +250,8 @@ class Progress:
         if all(replica.ended for replica in self._replicas):
             return f"{self._membership.committed} rounds committed"
         now = time.monotonic()
-        here = [n for n, r in zip(self._names, self._replicas) if now - r.heard < SILENT_SECONDS and not r.ended]
+        each = zip(self._names, self._heard, self._replicas)
+        here = [name for name, heard, replica in each if now - heard < SILENT_SECONDS and not replica.ended]
         return self._membership.line(here, self._names)
 
     def _steps_line(self) -> str:
@@ -272,36 +272,20 @@ class Progress:
         head.add_row(
             ProgressBar(total=max(self.steps, 1), completed=self.step, width=24), f"step {self.step}/{self.steps}"
         )
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
-        for name in shown:
-            table.add_column(
-                name.replace("tokens", self._unit), justify="left" if name == "in the air" else "right", no_wrap=True
-            )
-        for index, replica in enumerate(self._replicas):
-            row = self._row(index, replica)
-            table.add_row(*(row[name] for name in shown))
+        rows = [self._row(index, replica) for index, replica in enumerate(self._replicas)]
+        table = screen(
+            {name.replace("tokens", self._unit): [row[name] for row in rows] for name in shown}, ["in the air"]
+        )
         return Group(head, Text(" · ".join(part for part in said if part)), table)
 
-    def _row(self, index: int, replica: ReplicaProgress) -> dict[str, Text]:
-        use = text_of_share(replica.link_use)
-        counts = f"{replica.refused}" + (f", {replica.skipped} skipped" if replica.skipped else "")
-        silent = self._membership is not None and time.monotonic() - replica.heard > SILENT_SECONDS
-        name, now = (
-            self._names[index].removeprefix("replica-"),
-            replica.ended or ("silent" if silent else str(replica.step)),
-        )
-        cells = (
-            *(name, now, text_of_loss(replica.loss)),
-            *(text_of_count(replica.tokens_per_second), text_of_share(replica.compute_utilization)),
-            *(
-                text_of_seconds(replica.stall_seconds),
-                replica.in_the_air,
-                text_of_nbytes(replica.nbytes or None),
-                use,
-                counts,
-            ),
-        )
-        return {name: Text(cell) for name, cell in zip(COLUMNS, cells)}
+    def _row(self, index: int, replica: ReplicaProgress) -> dict[str, str]:
+        silent = self._membership is not None and time.monotonic() - self._heard[index] > SILENT_SECONDS
+        cells = {
+            "replica": self._names[index].removeprefix("replica-"),
+            "step": replica.ended or ("silent" if silent else str(replica.step)),
+            **replica.cells(),
+        }
+        return cells | ({"refused": f"{replica.refused}, {replica.skipped} skipped"} if replica.skipped else {})
 
 
 def final_table(record: RunRecord) -> Table:

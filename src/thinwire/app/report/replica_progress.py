@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from thinwire.app.records.events import Event
+from thinwire.app.records.events import Event, Tail, being_written
 from thinwire.app.records.printable import printable
 from thinwire.app.records.sessions import number, whole
-from thinwire.app.records.units import NOTHING, known
+from thinwire.app.records.start import Start
+from thinwire.app.records.units import (
+    NOTHING,
+    known,
+    text_of_count,
+    text_of_loss,
+    text_of_nbytes,
+    text_of_seconds,
+    text_of_share,
+)
 from thinwire.comm.uplink import Link, Uplink
 
 RECENT = 64  # number of inner steps for speed and link use
@@ -31,7 +41,6 @@ class _Step:
 class ReplicaProgress:
     """The state of one replica, from its events since its last start."""
 
-    begun: bool = False
     step: int = 0
     progress: int = 0  # the run's
     own_steps: bool = False  # whether a step told another number of the run's
@@ -44,7 +53,6 @@ class ReplicaProgress:
     skipped: int = 0
     ended: str = ""
     late: int = 0
-    heard: float = -math.inf  # when, on this process's clock
     uplink: Uplink | None = None  # of an emulated link
     on_link: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=FLIGHTS))
     air: dict[tuple[object, object], object] = field(default_factory=dict)
@@ -53,12 +61,10 @@ class ReplicaProgress:
     recent: deque[_Step] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @classmethod
-    def of(cls, start: Event, step: int = 0) -> ReplicaProgress:
+    def of(cls, start: Start, step: int = 0) -> ReplicaProgress:
         """At the start of its process."""
-        link = start["link"] if isinstance(start["link"], dict) else {}
-        rate = number(link.get("bits_per_second"))
-        uplink = Uplink(Link(rate)) if 0 < rate < math.inf else None
-        return cls(begun=True, uplink=uplink, step=step, progress=step)
+        rate = start.bits_per_second
+        return cls(uplink=Uplink(Link(rate)) if known(rate) else None, step=step, progress=step)
 
     def take(self, event: Event) -> None:
         """Learn from one event."""
@@ -162,6 +168,64 @@ class ReplicaProgress:
     @property
     def in_the_air(self) -> str:
         return ", ".join(printable(fragment, 20) for fragment in self.air.values()) or NOTHING
+
+    def cells(self) -> dict[str, str]:
+        """Its columns of a screen."""
+        return {
+            "loss": text_of_loss(self.loss), "tokens/s": text_of_count(self.tokens_per_second),
+            "compute": text_of_share(self.compute_utilization), "stalled": text_of_seconds(self.stall_seconds),
+            "in the air": self.in_the_air, "sent": text_of_nbytes(self.nbytes or None), "link": text_of_share(self.link_use),
+            "refused": str(self.refused),
+        }  # fmt: skip
+
+
+class Watched:
+    """One replica whose log is followed: `progress` of its last session, and what outlasts a session."""
+
+    def __init__(self, path: Path) -> None:
+        self.tail, self.progress = Tail(path), ReplicaProgress()
+        self.start: Start | None = None
+        self.heard = -math.inf  # when its last event was, in seconds since 1970
+        self.waits = ""  # what it has waited for since its last step
+        self.saved: tuple[int, float] | None = None  # the step and the time of the last checkpoint
+        self.evaluated: tuple[int, float] | None = None  # the run's step and the loss
+        self.counted: Event = {}  # the newest event that counts samples
+
+    @property
+    def name(self) -> str:
+        return self.tail.path.stem
+
+    def events(self) -> Iterator[Event]:
+        """The new events, each taken."""
+        for event in self.tail.events():
+            self._take(event)
+            yield event
+
+    def _take(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == "start":
+            self.start, self.waits = Start.of(event), ""
+            self.progress = ReplicaProgress.of(self.start, self.progress.step)
+        self.progress.take(event)
+        if self.start:
+            self.heard = self.start.opened + number(event["seconds"])
+        if kind in ("eval", "end"):
+            self.counted = event["summary"] if kind == "end" and isinstance(event["summary"], dict) else event
+        if kind == "step":
+            self.waits = ""
+        elif kind in ("retry", "alone"):
+            self.waits = str(event["reason"])
+        elif kind == "checkpoint":
+            self.saved = event["step"], self.heard
+        elif kind == "eval" and event["of"] != "start":
+            self.evaluated = whole(event.get("progress", event["step"])), number(event["loss"])
+
+    def lives(self) -> bool:
+        """Whether a process is writing its log."""
+        try:
+            return not self.progress.ended and being_written(self.tail.path)
+        except OSError:
+            return False
 
 
 def step_of_run(replicas: Sequence[ReplicaProgress], elastic: bool) -> int:

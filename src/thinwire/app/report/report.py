@@ -25,7 +25,7 @@ from thinwire.app.report.charts import (
     typical_window,
 )
 from thinwire.app.report.diagnosis import delay_page, diagnose
-from thinwire.app.report.distributions import QUANTITIES, distribution_charts
+from thinwire.app.report.distributions import distribution_charts
 from thinwire.app.report.page import chart_place, page, table, word
 from thinwire.app.report.timeline import timeline_chart
 from thinwire.errors import DataError
@@ -51,12 +51,8 @@ class Section:
     word: str
     chart: Chart
 
-    def html(self) -> str:
-        body = chart_place(self.name, self.chart)
-        soft = f'<p class="soft">{escape(self.text)}</p>'
-        return (
-            f'<section id="section-{self.name}"><h2>{escape(self.title)} {word(self.word)}</h2>{soft}{body}</section>'
-        )
+    def html(self, body: str) -> str:
+        return _titled(self.name, self.title, word(self.word), self.text, body)
 
 
 def write_report(
@@ -72,37 +68,46 @@ def write_report(
     >>> write_report([RunRecord.load("runs/streaming"), RunRecord.load("runs/ddp")], "comparison.html")   # doctest: +SKIP
     """
     trained = any(record.summary.provenance != "simulated" for record in records)  # a simulated run has no loss
-    charts: dict[str, Chart] = {"loss": loss_chart(records)} if trained else {}
+    charts: dict[str, Chart] = {}
     sections = beside(records)
-    charts |= {section.name: section.chart for section in sections}
-    for index, record in enumerate(records):
-        charts[f"timeline-{index}"] = timeline_chart(record)
-        charts[f"link-{index}"] = link_chart(record, typical_window(record))
-        charts |= {f"{what}-{index}": chart for what, chart in distribution_charts(record).items()}
+
+    def place(name: str, chart: Chart) -> str:
+        charts[name] = chart
+        return chart_place(name, chart)
+
+    def each(name: str, title: str, text: str, body: Callable[[RunRecord, int], str]) -> str:
+        """A section with a part for each run."""
+        return _section(name, title, text, records, _of_each(records, body))
+
+    def distributions(record: RunRecord, index: int) -> str:
+        places = [place(f"{what}-{index}", chart) for what, chart in distribution_charts(record).items()]
+        return "".join(places) or _paragraph("No step yet.")
+
+    def timeline(record: RunRecord, index: int) -> str:
+        clocks = text_of_clocks(record.clocks)
+        chart = place(f"timeline-{index}", timeline_chart(record))
+        return chart + _paragraph(clocks and f"{clocks} The rows are corrected for it.")
+
+    def link(record: RunRecord, index: int) -> str:
+        return place(f"link-{index}", link_chart(record, typical_window(record)))
+
+    loss = _LOSS.format(drawn_replica(records))
     body = "".join(
         (
             _headline(records),
-            _section(
-                "loss",
-                "Loss against what it cost",
-                _LOSS.format(drawn_replica(records)),
-                records,
-                chart_place("loss", charts["loss"]),
-            )
+            _section("loss", "Loss against what it cost", loss, records, place("loss", loss_chart(records)))
             if trained
             else "",
-            _section("timeline", "Who computes, who waits", _TIMELINE, records, _per_run(records, charts, "timeline")),
-            _section("link", "Use of the link", _LINK, records, _per_run(records, charts, "link")),
-            *(section.html() for section in sections),
-            _section("distributions", "Distributions", _DISTRIBUTIONS, records, _distributions(records, charts)),
-            _section(
-                "wire", "Who sent what to whom", _WIRE, records, "".join(_wire(r, len(records) > 1) for r in records)
-            ),
+            each("timeline", "Who computes, who waits", _TIMELINE, timeline),
+            each("link", "Use of the link", _LINK, link),
+            *(section.html(place(section.name, section.chart)) for section in sections),
+            each("distributions", "Distributions", _DISTRIBUTIONS, distributions),
+            each("wire", "Who sent what to whom", _WIRE, _wire),
             _diagnoses(records),
-            _section("fragments", "Fragments", "", records, "".join(_fragments(r, len(records) > 1) for r in records)),
-            _section("notes", "Events of note", "", records, "".join(_notes(r, len(records) > 1) for r in records)),
+            each("fragments", "Fragments", "", _fragments),
+            each("notes", "Events of note", "", _notes),
             _section("settings", "Settings and machine", "", [], _settings(records) + _machine(records)),
-            '<p class="soft">' + "; ".join(f"{w}: {meaning}" for w, meaning in MEANINGS.items()) + ".</p>",
+            _paragraph("; ".join(f"{word}: {meaning}" for word, meaning in MEANINGS.items()) + "."),
         )
     )
     out = Path(out)
@@ -124,8 +129,8 @@ _TIMELINE = (
 )
 _LINK = "The bits that each replica sends, over time."
 _DISTRIBUTIONS = (
-    "The replicas side by side. A density is a sum of Gaussian kernels; on a logarithmic axis it is that of the logarithm. Small bumps may be "
-    "chance. An exchange begins when a fragment departs and ends when all packets are there."
+    "The replicas side by side. A curve is at the share of values that are at most as large. An exchange begins when a fragment departs and "
+    "ends when all packets are there."
 )
 _WIRE = (
     "Every byte by purpose and peer, as each replica's ledger counted it; headers of TCP and IP come on top. Seconds are sums over messages. "
@@ -142,24 +147,24 @@ _DIAGNOSIS = (
 def _diagnoses(records: Sequence[RunRecord]) -> str:
     """The diagnoses of the runs with messages."""
     real = [record for record in records if record.summary.provenance != "simulated" and len(record.replicas) > 1]
-    body = "".join(_run_title(record, len(records) > 1) + delay_page(diagnose(record.folder)) for record in real)
+    body = _of_each(real, lambda record, index: delay_page(diagnose(record)), titled=len(records) > 1)
     return _section("diagnosis", "Who is slow", _DIAGNOSIS, real, body) if real else ""
 
 
 def _headline(records: Sequence[RunRecord]) -> str:
+    best = best_loss(records)
     if len(records) == 1:
-        record = records[0]
+        (record,) = records
         cards = "".join(
             f'<div class="card"><span class="what">{escape(what)}</span><b>{escape(value)}</b>'
             f"{word(record.summary.provenance)}</div>"
             for what, value in record.summary.figures()
         )
-        shape = _shape(record)
-        remarks = _score(record, None) + _privacy(record) + _samples(record) + _remarks(record)
+        score, *remarks = _remarks(record, best, "")
         return (
-            f'<header><h1>{escape(record.name)}</h1><p class="soft">{escape(shape)}</p>'
-            f"<p><code>{escape(record.summary.strategy)}</code></p>{remarks}</header>"
-            f'<div class="cards" id="headline">{cards}</div>{_steps(record)}'
+            f'<header><h1>{escape(record.name)}</h1><p class="soft">{escape(_shape(record))}</p>'
+            f"<p><code>{escape(record.summary.strategy)}</code></p>{score}{''.join(remarks)}</header>"
+            f'<div class="cards" id="headline">{cards}</div>{_steps(record, "")}'
         )
     labels = list(dict.fromkeys(what for record in records for what, _ in record.summary.figures()))
     rows = []
@@ -173,16 +178,11 @@ def _headline(records: Sequence[RunRecord]) -> str:
         rows.append(
             f"<tr><th>{dot}{escape(record.name)}<br><small class=soft>{escape(_shape(record))}</small></th>{cells}</tr>"
         )
-    best = best_loss(records)
-    remarks = "".join(
-        _score(r, best, named=True)
-        + _steps(r, named=True)
-        + _privacy(r, named=True)
-        + _samples(r, named=True)
-        + _remarks(r, named=True)
-        for r in records
-    )
-    body = f'<section id="headline">{table(["run", *labels], rows, len(labels))}{remarks}</section>'
+    said = []
+    for record in records:
+        score, *remarks = _remarks(record, best, f"{record.name}: ")
+        said += [score, _steps(record, f"{record.name}: "), *remarks]
+    body = f'<section id="headline">{table(["run", *labels], rows, len(labels))}{"".join(said)}</section>'
     return f"<header><h1>{len(records)} runs side by side</h1></header>{body}"
 
 
@@ -192,7 +192,7 @@ def _shape(record: RunRecord) -> str:
         f"{summary.replicas} replicas",
         f"{text_of_count(summary.parameters)} parameters",
         f"{summary.steps:,} inner steps",
-        f"{text_of_count(summary.tokens)} {record.unit}",
+        f"{text_of_count(summary.tokens)} {record.start.unit}",
         f"link {text_of_rates(record.rates)}" if record.rates else "link not shaped",
         record.status,
         summary.text_of_time(),
@@ -201,66 +201,50 @@ def _shape(record: RunRecord) -> str:
     return " · ".join(parts)
 
 
-def _steps(record: RunRecord, named: bool = False) -> str:
-    told = explained_steps(record.steps)
-    return f'<p class="soft">{escape((record.name + ": " if named else "") + told)}</p>' if told else ""
+def _remarks(record: RunRecord, best: float | None, name: str) -> list[str]:
+    """The score of a run, and what else is to be said of it; each begins with `name`."""
+    score = f"{f'{name}score' if name else 'Score'} {record.score(best).text()}."
+    privacy, samples = text_of_privacy(record.privacy), record.named_samples
+    return [
+        _paragraph(score, "remark", record.summary.provenance),
+        _paragraph(privacy and name + privacy, "remark", "predicted"),
+        _paragraph(samples and name + samples, "remark"),
+        *(_paragraph(name + remark, "alert") for remark in record.remarks),
+    ]
 
 
-def _samples(record: RunRecord, named: bool = False) -> str:
-    told = record.named_samples
-    return f'<p class="remark">{escape((record.name + ": " if named else "") + told)}</p>' if told else ""
+def _steps(record: RunRecord, name: str) -> str:
+    steps = explained_steps(record.steps)
+    return _paragraph(steps and name + steps)
 
 
-def _score(record: RunRecord, best: float | None, named: bool = False) -> str:
-    told = f"{f'{record.name}: score' if named else 'Score'} {record.score(best).text()}."
-    return f'<p class="remark">{escape(told)} {word(record.summary.provenance)}</p>'
-
-
-def _privacy(record: RunRecord, named: bool = False) -> str:
-    told = text_of_privacy(record.privacy)
-    return (
-        f'<p class="remark">{escape((record.name + ": " if named else "") + told)} {word("predicted")}</p>'
-        if told
-        else ""
-    )
-
-
-def _remarks(record: RunRecord, named: bool = False) -> str:
-    name = f"{record.name}: " if named else ""
-    return "".join(f'<p class="alert">{escape(name + remark)}</p>' for remark in record.remarks)
+def _paragraph(text: str, kind: str = "soft", provenance: str = "") -> str:
+    """A paragraph with the provenance of its figures; nothing for an empty text."""
+    label = f" {word(provenance)}" if provenance else ""
+    return f'<p class="{kind}">{escape(text)}{label}</p>' if text else ""
 
 
 def _section(name: str, title: str, text: str, records: Sequence[RunRecord], body: str) -> str:
     words = " ".join(word(w) for w in dict.fromkeys(record.summary.provenance for record in records))
-    soft = f'<p class="soft">{escape(text)}</p>' if text else ""
-    return f'<section id="section-{name}"><h2>{escape(title)} {words}</h2>{soft}{body}</section>'
+    return _titled(name, title, words, text, body)
 
 
-def _per_run(records: Sequence[RunRecord], charts: Mapping[str, Chart], kind: str) -> str:
-    places = []
+def _titled(name: str, title: str, words: str, text: str, body: str) -> str:
+    return f'<section id="section-{name}"><h2>{escape(title)} {words}</h2>{_paragraph(text)}{body}</section>'
+
+
+def _of_each(records: Sequence[RunRecord], body: Callable[[RunRecord, int], str], titled: bool | None = None) -> str:
+    """The bodies of all runs, each below its title if there are several."""
+    parts = []
     for index, record in enumerate(records):
-        name = f"{kind}-{index}"
-        told = text_of_clocks(record.clocks) if kind == "timeline" else ""
-        clocks = f'<p class="soft">{escape(told)} The rows are corrected for it.</p>' if told else ""
-        places.append(_run_title(record, len(records) > 1) + chart_place(name, charts[name]) + clocks)
-    return "".join(places)
+        if len(records) > 1 if titled is None else titled:
+            parts.append(f"<h3>{escape(record.name)} {word(record.summary.provenance)}</h3>")
+        parts.append(body(record, index))
+    return "".join(parts)
 
 
-def _distributions(records: Sequence[RunRecord], charts: Mapping[str, Chart]) -> str:
-    places = []
-    for index, record in enumerate(records):
-        there = [name for what in QUANTITIES if (name := f"{what}-{index}") in charts]
-        body = "".join(chart_place(name, charts[name]) for name in there) or '<p class="soft">No step yet.</p>'
-        places.append(_run_title(record, len(records) > 1) + body)
-    return "".join(places)
-
-
-def _run_title(record: RunRecord, several: bool) -> str:
-    return f"<h3>{escape(record.name)} {word(record.summary.provenance)}</h3>" if several else ""
-
-
-def _fragments(record: RunRecord, several: bool) -> str:
-    sizes = record.fragments
+def _fragments(record: RunRecord, number: int) -> str:
+    sizes = record.start.fragments
     largest = max((numel for _, numel in sizes), default=1) or 1
     flights, stalls = [r.flights for r in record.replicas], [r.stalls for r in record.replicas]
     flown, fragments = np.concatenate([f.end - f.begin for f in flights]), np.concatenate([f.fragment for f in flights])
@@ -283,10 +267,10 @@ def _fragments(record: RunRecord, several: bool) -> str:
         cells = "".join(f'<td class="n">{value}</td>' for value in values)
         rows.append(f"<tr><td>{index}</td><th>{escape(name)}</th><td>{bar}</td>{cells}</tr>")
     head = ["", "fragment", "", "parameters", "rounds", "landed", "refused", "sent a round", "in the air", "stalled"]
-    return _run_title(record, several) + table(head, rows, 7)
+    return table(head, rows, 7)
 
 
-def _wire(record: RunRecord, several: bool) -> str:
+def _wire(record: RunRecord, number: int) -> str:
     rows, predicted, counted, emulated = [], 0, 0, record.bits_per_second is not None
     unknown = [replica.name for replica in record.replicas if not replica.ledger]
     for replica in record.replicas:
@@ -307,14 +291,14 @@ def _wire(record: RunRecord, several: bool) -> str:
                 f"<tr><th>{escape(replica.name)}</th><td>{escape(purpose)}</td><td>{escape(peer)}</td>{cells}</tr>"
             )
     if not rows:
-        return _run_title(record, several) + '<p class="soft">No ledger here: it is written when a run ends.</p>'
+        return _paragraph("No ledger here: it is written when a run ends.")
     head = ["", "purpose", "peer", "sent", "messages", "queued", "on the link", "received", "messages", "until there"]
     sums = (
         f"Packets, all replicas together: {counted:,} bytes counted; the departures of the log foresaw {predicted:,}."
     )
     if counted != predicted:
         sums += " " + _difference(record, unknown, counted > predicted)
-    return _run_title(record, several) + table(head, rows, 7) + f'<p class="remark">{sums}</p>'
+    return table(head, rows, 7) + _paragraph(sums, "remark")
 
 
 def _difference(record: RunRecord, unknown: Sequence[str], more: bool) -> str:
@@ -337,25 +321,22 @@ def _difference(record: RunRecord, unknown: Sequence[str], more: bool) -> str:
     return "They differ: " + ("; ".join(why) or "the events do not tell why") + "."
 
 
-def _notes(record: RunRecord, several: bool) -> str:
+def _notes(record: RunRecord, number: int) -> str:
     notes = record.notes
     if not notes:
-        return (
-            _run_title(record, several)
-            + '<p class="soft">None: no warning, refused round, skipped step or restart.</p>'
-        )
+        return _paragraph("None: no warning, refused round, skipped step or restart.")
     rows = [
         f"<tr><td class=t>{text_of_seconds(note.seconds)}</td><td>{note.step}</td><td>{escape(str(note.replica))}</td>"
         f"<th>{escape(note.kind)}</th><td>{escape(note.text)}</td></tr>"
         for note in notes[:NOTES]
     ]
-    more = f'<p class="remark">{len(notes) - NOTES} more are in the event logs.</p>' if len(notes) > NOTES else ""
+    more = f"{len(notes) - NOTES} more are in the event logs." if len(notes) > NOTES else ""
     head = ["time", "step", "replica", "event", ""]
-    return _run_title(record, several) + table(head, rows) + more
+    return table(head, rows) + _paragraph(more, "remark")
 
 
 def _settings(records: Sequence[RunRecord]) -> str:
-    flat = [_flat({**record.settings, "made of": record.made_of}) for record in records]
+    flat = [_flat({**record.settings, "made of": record.start.made_of}) for record in records]
     return _compared("run.toml", records, flat)
 
 
@@ -364,8 +345,7 @@ def _machine(records: Sequence[RunRecord]) -> str:
     flat = []
     for record in records:
         starts = [replica.start for replica in record.replicas]
-        machines = [one["machine"] if isinstance(one["machine"], dict) else {} for one in starts]
-        each = [_flat({"carrier": one["carrier"], **machine}) for one, machine in zip(starts, machines)]
+        each = [_flat({"carrier": start.carrier, **start.machine}) for start in starts]
         keys = dict.fromkeys(key for one in each for key in one)
         flat.append({key: "; ".join(dict.fromkeys(one.get(key, NOTHING) for one in each)) for key in keys})
     return _compared("machine", records, flat)

@@ -13,13 +13,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from thinwire.app.records.losses import for_json
 from thinwire.app.records.printable import printable
 from thinwire.app.records.units import (
-    NOTHING,
     text_of_count,
     text_of_loss,
     text_of_nbytes,
@@ -27,6 +25,7 @@ from thinwire.app.records.units import (
     text_of_share,
 )
 from thinwire.app.report.progress import SILENT_SECONDS
+from thinwire.app.report.terminal import screen
 from thinwire.errors import ConfigurationError, DataError
 
 LONGEST_PAGE = 16 << 20  # most bytes of a page
@@ -34,7 +33,6 @@ MISSED = 5  # reads without an answer in a row, after which the run has ended
 RECENT = 30  # reads over which speeds are taken
 TIMEOUT_SECONDS = 10.0
 _COLUMNS = ("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "evaluation")
-_LEFT = ("replica", "state")
 
 
 @dataclass
@@ -124,23 +122,16 @@ class ScrapedTop:
 
     def picture(self, now: float, width: int = 160) -> Group:
         """The screen at `now`, seconds since 1970."""
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
-        for name in _COLUMNS:
-            table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name != "state")
-        for name, one in sorted(self._seen.items()):
-            compute = one.rate("compute_seconds")
-            table.add_row(
-                *map(
-                    Text,
-                    (
-                        printable(name.removeprefix("replica-"), 40), self._state(one, now), str(_whole(one.now("step"))),
-                        text_of_loss(one.now("loss")), text_of_count(one.rate("tokens")),
-                        text_of_share(compute) if math.isfinite(compute) else NOTHING,
-                        text_of_seconds(one.now("stall_seconds")), text_of_seconds(one.now("flight_seconds")),
-                        text_of_nbytes(_whole(one.now("sent_bytes"))), text_of_loss(one.now("evaluation_loss")),
-                    ),
-                )
-            )  # fmt: skip
+        rows = [
+            (
+                printable(name.removeprefix("replica-"), 40), self._state(one, now), str(_whole(one.now("step"))),
+                text_of_loss(one.now("loss")), text_of_count(one.rate("tokens")), text_of_share(one.rate("compute_seconds")),
+                text_of_seconds(one.now("stall_seconds")), text_of_seconds(one.now("flight_seconds")),
+                text_of_nbytes(_whole(one.now("sent_bytes"))), text_of_loss(one.now("evaluation_loss")),
+            )
+            for name, one in sorted(self._seen.items())
+        ]  # fmt: skip
+        table = screen({name: [row[place] for row in rows] for place, name in enumerate(_COLUMNS)}, _COLUMNS[:2])
         head = printable(f"{self._run}, {self.address}: step {self._step}, {len(self._seen)} replicas", 400)
         about = f"Speeds are means over at most {RECENT} looks. Of a job of your own, tokens are samples or batches."
         return Group(Text(head), table, Text(about, style="dim"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from thinwire.app.records.printable import printable_lines
@@ -29,6 +30,16 @@ class Terminal(Console):
                 yield segment
             else:
                 yield Segment(printable_lines(segment.text, len(segment.text)), segment.style)
+
+
+def screen(columns: Mapping[str, Sequence[str]], left: Sequence[str] = ()) -> Table:
+    """A table of columns, by their heads; those of `left` are set to the left, and a state may have several lines."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "state")
+    for row in zip(*columns.values()):
+        table.add_row(*map(Text, row))
+    return table
 
 
 def reading(console: Console, folders: Iterable[Path]) -> AbstractContextManager[None]:

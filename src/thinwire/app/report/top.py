@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from thinwire.app.records.clocks import Offset, offsets_of, text_of_clocks, timed_records
-from thinwire.app.records.events import Event, Tail, being_written, event_files, recent_events
-from thinwire.app.records.fragments import fragments_of
+from thinwire.app.records.clocks import Offset, Timed, offsets_of, text_of_clocks
+from thinwire.app.records.events import event_files
 from thinwire.app.records.losses import for_json
-from thinwire.app.records.participation import CARRIER, Participation, RoundSeen
+from thinwire.app.records.participation import Participation, RoundSeen
 from thinwire.app.records.printable import printable
-from thinwire.app.records.run_record import provenance_of
+from thinwire.app.records.round_log import RoundLog
 from thinwire.app.records.samples import samples_of
-from thinwire.app.records.sessions import number, split, whole
-from thinwire.app.records.units import (
-    NOTHING,
-    UNITS,
-    text_of_count,
-    text_of_loss,
-    text_of_nbytes,
-    text_of_seconds,
-    text_of_share,
-    unit_of,
-)
+from thinwire.app.records.sessions import whole
+from thinwire.app.records.start import Start
+from thinwire.app.records.units import NOTHING, UNITS, text_of_count, text_of_loss, text_of_seconds
 from thinwire.app.report.diagnosis import Diagnosis, diagnose_logs
 from thinwire.app.report.progress import SILENT_SECONDS
-from thinwire.app.report.replica_progress import ReplicaProgress, step_of_run
+from thinwire.app.report.replica_progress import Watched, step_of_run
+from thinwire.app.report.terminal import screen
 from thinwire.errors import MissingError
 
 DIAGNOSED_SECONDS = 10.0  # between two diagnoses
-RECENT = 8 << 20  # bytes at the end of each log that a diagnosis reads
+RECENT_ROUNDS = 4096  # the latest rounds of each replica that a diagnosis reads
 CLOCK_SECONDS = 0.1  # smaller differences of clocks are not shown
 _COLUMNS = (
     *("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused"),
@@ -49,61 +39,6 @@ _LEFT = ("replica", "state", "in the air", "checkpoint")
 _SPARED = ("link", "in the air", "refused", "checkpoint", "compute", "stalled", "sent")
 
 
-@dataclass
-class _Watched:
-    """One replica, as its log shows it."""
-
-    tail: Tail
-    progress: ReplicaProgress = field(default_factory=ReplicaProgress)
-    start: Event | None = None
-    opened: float = math.nan  # when its log was opened, in seconds since 1970
-    heard: float = -math.inf  # when its last event was, in seconds since 1970
-    waits: str = ""  # what it has waited for since its last step
-    saved: tuple[int, float] | None = None  # the step and the time of the last checkpoint
-    evaluated: tuple[int, float] | None = None
-    counted: Event = field(default_factory=dict)  # the newest event that counts samples
-
-    @property
-    def name(self) -> str:
-        return self.tail.path.stem
-
-    def read(self) -> list[RoundSeen]:
-        """Take the new events, and return the rounds among them."""
-        rounds = []
-        for event in self.tail.events():
-            kind = event["event"]
-            if kind == "start":
-                self.start, self.waits = event, ""
-                self.opened = number(event["wall_time"]) - number(event["seconds"])  # `seconds` count from the opening
-                self.progress = ReplicaProgress.of(event, self.progress.step)
-            self.progress.take(event)
-            self.heard = self.opened + number(event["seconds"])
-            if kind in ("eval", "end"):
-                self.counted = event["summary"] if kind == "end" and isinstance(event["summary"], dict) else event
-            if kind == "step":
-                self.waits = ""
-            elif kind in ("retry", "alone"):
-                self.waits = str(event["reason"])
-            elif kind == "checkpoint":
-                self.saved = event["step"], self.heard
-            elif kind == "eval" and event["of"] != "start":
-                self.evaluated = whole(event.get("progress", event["step"])), number(event["loss"])
-            elif kind == "round":
-                rounds.append(RoundSeen.of(event))
-        return rounds
-
-    def session(self) -> list[Event]:
-        """The events of its session in the last `RECENT` bytes, after its start."""
-        return split([self.start, *recent_events(self.tail.path, RECENT)])[-1] if self.start else []
-
-    def lives(self) -> bool:
-        """Whether a process is writing its log."""
-        try:
-            return not self.progress.ended and being_written(self.tail.path)
-        except OSError:
-            return False
-
-
 class Top:
     """The run in `folder`, or else in the subfolder that was written last. Raises `DataError` if there is none.
 
@@ -112,7 +47,8 @@ class Top:
 
     def __init__(self, folder: Path) -> None:
         self.folder = _run_in(folder)
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, Watched] = {}
+        self._logs: dict[Path, RoundLog] = {}
         self._participation: Participation | None = None
         self._diagnosis: Diagnosis | None = None
         self._clocks: dict[str, Offset] = {}
@@ -122,16 +58,25 @@ class Top:
         """Take the new events of the logs; `now`: seconds since 1970."""
         rounds = []
         for path in event_files(self.folder):
-            rounds += self._watched.setdefault(path.stem, _Watched(Tail(path))).read()
-        if self._participation is None and self._start and self._start["carrier"] == CARRIER:
-            self._participation = Participation(len(fragments_of(self._start)))
-        for round in sorted(rounds, key=lambda round: round.place) if self._participation else ():
-            self._participation.take(round)  # type: ignore[union-attr]
+            watched = self._watched.setdefault(path.stem, Watched(path))
+            for event in watched.events():
+                if event["event"] == "start" and watched.start:
+                    self._logs[path] = RoundLog(watched.start, path.stem, RECENT_ROUNDS)
+                if path in self._logs:
+                    self._logs[path].take(event)
+                if event["event"] == "round":
+                    rounds.append(RoundSeen.of(event))
+        if self._participation is None and self._start and self._start.elastic:
+            self._participation = Participation(len(self._start.fragments))
+        for seen in sorted(rounds, key=lambda seen: seen.place) if self._participation else ():
+            self._participation.take(seen)  # type: ignore[union-attr]
         if now - self._diagnosed > DIAGNOSED_SECONDS:
             self._diagnosed = now
-            sessions = {one.tail.path: one.session() for one in self._watched.values() if one.start}
-            self._diagnosis = diagnose_logs(sessions) if sessions else None
-            self._clocks = offsets_of({path.stem: timed_records(session) for path, session in sessions.items()})
+            self._diagnosis = diagnose_logs(self._logs) if self._logs else None
+            timed = {
+                p.stem: [Timed(log.start.opened, r) for r in log.records.values()] for p, log in self._logs.items()
+            }
+            self._clocks = offsets_of(timed)
 
     @property
     def over(self) -> bool:
@@ -155,34 +100,30 @@ class Top:
 
     def picture(self, now: float, width: int = 160) -> Group:
         """The screen at `now`, seconds since 1970, with the columns that `width` has room for."""
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
-        heads = [name.replace("tokens", self._unit) for name in _COLUMNS]
-        columns = dict(zip(_COLUMNS, zip(heads, *(self._row(one, now) for one in self._all))))
+        rows = [self._row(one, now) for one in self._all]
+        heads = {name: name.replace("tokens", self._unit) for name in _COLUMNS}
+        columns = {heads[name]: [row[name] for row in rows] for name in _COLUMNS}
         for name in _SPARED:
-            if sum(_width(other, cells) + 1 for other, cells in columns.items()) > width:
-                del columns[name]
-        for name, (head, *_) in columns.items():
-            table.add_column(head, justify="left" if name in _LEFT else "right", no_wrap=name != "state")
-        for row in list(zip(*columns.values()))[1:]:
-            table.add_row(*map(Text, row))
+            if sum(_width(other, [other, *cells]) + 1 for other, cells in columns.items()) > width:
+                del columns[heads[name]]
+        table = screen(columns, _LEFT)
         return Group(*(Text(printable(line, 400)) for line in self._head(now)), table, *self._found())
 
     @property
-    def _all(self) -> list[_Watched]:
+    def _all(self) -> list[Watched]:
         return list(self._watched.values())
 
     @property
-    def _start(self) -> Event | None:
+    def _start(self) -> Start | None:
         return next((one.start for one in self._all if one.start), None)
 
     @property
     def _unit(self) -> str:
-        return unit_of(self._start) if self._start else UNITS[0]
+        return self._start.unit if self._start else UNITS[0]
 
     @property
     def _steps(self) -> int:
-        run = self._start["run"] if self._start else {}
-        return whole(run.get("steps")) if isinstance(run, dict) else 0
+        return whole(self._start.run.get("steps")) if self._start else 0
 
     @property
     def _step(self) -> int:
@@ -199,7 +140,7 @@ class Top:
         speed = min((speed for speed in speeds if speed > 0), default=math.nan)
         return (self._steps - self._step) / speed
 
-    def _state(self, one: _Watched, now: float) -> str:
+    def _state(self, one: Watched, now: float) -> str:
         if one.progress.ended:
             return one.progress.ended
         if not one.lives():
@@ -215,22 +156,19 @@ class Top:
             return "trains, stale: not counted"
         return "trains" if one.progress.recent else "starts"
 
-    def _ahead(self, one: _Watched) -> float:
+    def _ahead(self, one: Watched) -> float:
         """Seconds by which its clock is ahead of the first replica's, as far as messages show; 0 within the error."""
         clock = self._clocks.get(one.name)
         return clock.seconds if clock and abs(clock.seconds) > clock.error else 0.0
 
-    def _row(self, one: _Watched, now: float) -> tuple[str, ...]:
-        shown = one.progress
+    def _row(self, one: Watched, now: float) -> dict[str, str]:
         saved = f"step {one.saved[0]}" if one.saved else NOTHING
         if one.saved and math.isfinite(one.saved[1]):
             saved += f", {text_of_seconds(round(now - one.saved[1]))} ago"
-        return (
-            one.name.removeprefix("replica-"), self._state(one, now), str(shown.step),
-            text_of_loss(shown.loss), text_of_count(shown.tokens_per_second),
-            text_of_share(shown.compute_utilization), text_of_seconds(shown.stall_seconds), shown.in_the_air,
-            text_of_nbytes(shown.nbytes or None), text_of_share(shown.link_use), str(shown.refused), saved,
-        )  # fmt: skip
+        return {
+            "replica": one.name.removeprefix("replica-"), "state": self._state(one, now), "step": str(one.progress.step),
+            **one.progress.cells(), "checkpoint": saved,
+        }  # fmt: skip
 
     def _head(self, now: float) -> list[str]:
         damaged = [
@@ -250,16 +188,16 @@ class Top:
             else ""
         )
         parts = (
-            f"step {min(self._step, self._steps)}/{self._steps}", f"{len(living)} of {whole(self._start['replicas'])} live", part,
+            f"step {min(self._step, self._steps)}/{self._steps}", f"{len(living)} of {self._start.replicas} live", part,
             f"{text_of_count(speed)} {self._unit}/s" if living else "",
             f"evaluation {text_of_loss(evaluated[1])} at step {min(evaluated[0], self._steps)}" if evaluated else "",
             f"{samples['samples_trained']:,} samples trained, {samples['samples_waiting']:,} wait"
             if (samples := self._samples) and "samples_waiting" in samples
             else "",
-            f"numbers are {provenance_of(self._start)}",
+            f"numbers are {self._start.provenance}",
             f"{text_of_seconds(left)} left (predicted)" if left > 0 else "",
         )  # fmt: skip
-        return [f"{self.folder.name}: {self._start['strategy']}", " · ".join(part for part in parts if part), *damaged]
+        return [f"{self.folder.name}: {self._start.strategy}", " · ".join(part for part in parts if part), *damaged]
 
     def _found(self) -> list[Text]:
         """The lines of the diagnosis, and the slowest way."""

@@ -1,20 +1,18 @@
-"""Starts a run's replicas: as threads, as processes of this machine, or as the process that torchrun started here.
+"""A replica in this process: a thread of it, the rank that torchrun started here, or what a launcher started (supervisor.py).
 
 All of them end in `train_here`, so a run file gives the same result with each.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,29 +28,25 @@ from thinwire.app.records.printable import printable_lines, quoted
 from thinwire.app.trainer.elastic_trainer import ElasticTrainer
 from thinwire.app.trainer.final import of_full_disk
 from thinwire.app.trainer.fixed_trainer import FixedTrainer
-from thinwire.app.trainer.job import open_job
 from thinwire.app.trainer.place import ElasticPlace, Place
 from thinwire.app.trainer.place import Stop as Stop
 from thinwire.app.trainer.resuming import complete
 from thinwire.app.trainer.run import Run
-from thinwire.app.trainer.run_folder import run_in
 from thinwire.app.trainer.signals import ending_in_time, leave
 from thinwire.app.trainer.trainer import Trainer
 from thinwire.app.trainer.watch import LOOK_SECONDS, warn_of_open_files, watching
 from thinwire.comm import Link, TorchGroup, parse_link, run_threads, start_torch
-from thinwire.drivers.unequal.composition import Composition
 from thinwire.errors import ConfigurationError, JobError, LinkError, ThinwireError
-from thinwire.files import open_regular, open_to_append
+from thinwire.files import open_regular
 
 Tick = Callable[[], object]
 STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint (Ctrl-C again: at once)"
 _LAST_WORDS = 64 << 10  # most bytes at the end of a replica's output that are read
 _ORPHAN_SECONDS = 2.0  # seconds that a replica which has lost launcher and hub has for its last words
-_GRACE = 20.0  # seconds after a replica's failure in which the others may end by themselves
 
 
 def torchrun_place() -> tuple[int, int] | None:
-    """Rank and world size, if torchrun (or `train_processes`) started this process. Only this file reads the environment.
+    """Rank and world size, if torchrun (or supervisor.py) started this process. Only this file reads the environment.
 
     Raises `ConfigurationError` for variables that no rank can have.
     """
@@ -145,10 +139,17 @@ def train_as_rank(
 ) -> dict[str, Any]:
     """Train as the rank in torchrun's environment, from joining the world to leaving it. `say` is told which ranks it waits for."""
     stop = stop or Stop()
+    with place_of_rank(run, folder, resume, stop, say) as place, stopping(stop):
+        return train_here(run, place)
+
+
+@contextmanager
+def place_of_rank(
+    run: Run, folder: Path, resume: bool, stop: Stop, say: Callable[[str], object] = _say_here
+) -> Iterator[Place]:
+    """A context in which this process is the rank of torchrun's environment, and its place."""
     with joined(run.placement.replicas, run.placement.timeout, parse_link(run.placement.uplink), say) as group:
-        place = Place(group, folder, resume, group.site, group.shard, group.shards, local_rank(), stop)
-        with stopping(stop):
-            return train_here(run, place)
+        yield Place(group, folder, resume, group.site, group.shard, group.shards, local_rank(), stop)
 
 
 @contextmanager
@@ -236,47 +237,6 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
     return outcome[0][0]
 
 
-def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
-    """Run one process for each replica on this machine, in the environment that torchrun would set. Their output goes to RUN/logs."""
-    replicas, port = run.placement.replicas, _free_port()
-    command = [sys.executable, "-m", "thinwire.app.trainer.launch", str(folder), *(["--resume"] if resume else [])]
-    own = [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(replicas)}
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        for rank in range(replicas)
-    ]
-    run_processes(run, folder, [(command, environment) for environment in own], tick, stop)
-
-
-def run_processes(
-    run: Run, folder: Path, replicas: Sequence[tuple[list[str], dict[str, str]]], tick: Tick, stop: Stop | None = None
-) -> None:
-    """Run one process for each replica: its command, and its variables in addition to this environment. Their output goes to RUN/logs."""
-    stop = stop or Stop()
-    goes_on = isinstance(run.make_method(), Composition)  # such a run continues without lost replicas
-    open_job(run.of_replica(0), folder)  # once, so that the text is tokenised before they start, and errors appear here
-    logs = folder / "logs"
-    logs.mkdir(exist_ok=True)
-    outputs, shared = [logs / f"replica-{rank}.txt" for rank in range(len(replicas))], sharing_cores(len(replicas))
-    started = [start(command, shared | own, output) for (command, own), output in zip(replicas, outputs)]
-    processes = [process for _, process in started]
-    try:
-        silent = _watch(processes, tick, stop, math.inf if goes_on else _GRACE)
-    except BaseException:
-        end(processes)
-        raise
-    unready = 130, 143, -signal.SIGINT, -signal.SIGTERM
-    if stop.is_set() and any(process.returncode in unready for process in processes):
-        raise KeyboardInterrupt(stop.number)  # a replica had not begun, or did not wait
-    if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
-        last = {rank: last_words(outputs[rank], started[rank][0]) or "it ended without a message" for rank in failed}
-        raise_for_job(last.values())
-        said = _post_mortem(last, [process.returncode for process in processes], run, folder)
-        if ended := [str(rank) for rank, process in enumerate(processes) if not process.returncode and goes_on]:
-            said = f"The run ended without lost replicas, on replica {', '.join(ended)}.\n{said}"
-        raise LinkError("\n".join([*(f"replica {r} did not end in {_GRACE:g} s and was killed" for r in silent), said]))
-
-
 def threads_each(replicas: int) -> int:
     """Threads of each of `replicas` processes on this machine: OMP_NUM_THREADS, or an equal share of the cores."""
     return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // replicas)
@@ -287,47 +247,11 @@ def sharing_cores(replicas: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads_each(replicas)), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 
 
-def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick, stop: Stop, grace: float) -> list[int]:
-    """Wait for all, and return the ranks that did not end within `grace` seconds after another had failed.
-
-    The first Ctrl-C (or SIGTERM) is forwarded: the replicas agree on the step of the stop. The second ends them.
-    """
-    passed_on, first_failure = False, None
-    silent: list[int] = []
-    stop.heed()  # the replicas do
-    with stopping(stop):
-        while any(process.poll() is None for process in processes):
-            tick()
-            time.sleep(0.2)
-            if stop.is_set() and not passed_on:
-                passed_on = True
-                print(f"\n{STOPPING}", file=sys.stderr)
-                for process in processes:
-                    process.send_signal(signal.SIGTERM)  # while it loads, an import may swallow a KeyboardInterrupt
-            if any(process.poll() for process in processes):
-                first_failure = first_failure or time.monotonic()
-                if time.monotonic() - first_failure > grace:
-                    silent = [rank for rank, process in enumerate(processes) if process.poll() is None]
-                    end(processes)
-    tick()
-    return silent
-
-
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.kill()
             process.wait()
-
-
-def start(command: list[str], variables: dict[str, str], output: Path) -> tuple[int, subprocess.Popen[bytes]]:
-    """Start the process of a replica, whose output goes to the end of the file `output`. Returns where it begins there, and the process."""
-    with os.fdopen(open_to_append(output), "ab") as file:
-        begin = file.tell()  # earlier lines belong to an earlier start
-        return begin, subprocess.Popen(
-            [*command, str(os.getpid())], env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            start_new_session=True,
-        )  # fmt: skip
 
 
 def last_words(output: Path, begin: int) -> str:
@@ -353,7 +277,7 @@ def raise_for_job(last_words: Iterable[str]) -> None:
             raise JobError(in_words(words))
 
 
-def _post_mortem(last: Mapping[int, str], codes: list[int], run: Run, folder: Path) -> str:
+def post_mortem(last: Mapping[int, str], codes: list[int], run: Run, folder: Path) -> str:
     """The end of the output of the replicas that failed by themselves, without those that only lost their peer."""
     causes = [rank for rank in last if "LinkError" not in last[rank]] or list(last)
     lines = []
@@ -424,18 +348,6 @@ def _stop_with_the_launcher(stop: Stop, has_the_hub: bool) -> None:
         os._exit(128 + stop.number)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def main() -> int:
-    """`python -m thinwire.app.trainer.launch FOLDER [--resume] LAUNCHER`: one replica, as `train_processes` starts it."""
-    folder, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
-    return as_replica(lambda stop: train_as_rank(run_in(folder), folder, resume, stop=stop))
-
-
 def as_replica(train: Callable[[Stop], object], failed: int = 1, has_the_hub: bool = False) -> int:
     """Train in a process that a launcher started, and end with the launcher. Returns the exit code; `failed` if it is an error of ours.
     `has_the_hub`: the hub of a fixed group is in the launcher's process.
@@ -452,7 +364,3 @@ def as_replica(train: Callable[[Stop], object], failed: int = 1, has_the_hub: bo
     except KeyboardInterrupt:
         leave(130)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,7 @@ def evaluated_weights(replica: Replica | Attached) -> str:
     """
     if replica.own_loop:
         return replica.evaluated
-    if not replica.strategy.exchange.agrees:
+    if not replica.strategy.exchange.traits.agrees:
         return "mean" if replica.agreed else "own"
     return "anchors"
 

@@ -61,7 +61,7 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
     if made.is_dir() and not (folder / "checkpoints").exists():  # killed between the two renames
         made.rename(folder / "checkpoints")
     strategy = None if run.make_method() else run.make_strategy()
-    if strategy is not None and not strategy.exchange.agrees:
+    if strategy is not None and not strategy.exchange.traits.agrees:
         raise ConfigurationError(
             f"{old} replicas there, {new} given: with {run.method.label} each replica has its own weights, and a new one would have none; "
             f"resume with {old}."

@@ -17,9 +17,9 @@ from thinwire.app.trainer.checked_settings import check_batches, fits, unfit
 from thinwire.app.trainer.export import metadata_of
 from thinwire.app.trainer.model import SIZES
 from thinwire.app.trainer.placement import Placement
+from thinwire.app.trainer.resolved import Plan, resolve
 from thinwire.app.trainer.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, recipe_name
 from thinwire.catalogue.methods import NAMED, RECIPES
-from thinwire.catalogue.parsing import parse, pieces_of
 from thinwire.choices import listed, nearest
 from thinwire.drivers.attached import Method
 from thinwire.errors import ConfigurationError
@@ -82,6 +82,8 @@ class Run:
     """The inner steps."""
     placement: Placement = Placement()
     """Replicas, links, failures."""
+    resolved: Plan | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The plan of a run with the same method, which this one takes over."""
 
     def __post_init__(self) -> None:
         if not fits(self.seed, int):
@@ -93,8 +95,7 @@ class Run:
             )
         if waits(self._pieces.values()):
             return
-        strategy = self._composition()
-        self.make_inner()
+        strategy = self.plan.composition
         if not strategy.own_loop:
             strategy.exchange.check_size(self.placement.replicas)
         check_batches(self.data.batch, self.placement.replicas, self.placement.carrier)
@@ -112,6 +113,15 @@ class Run:
                 f"publish with strategy={self.method.label}, lora={self.model.lora}: recipes with rounds of deltas, such as "
                 "streaming_sign, publish agreed versions of whole weights; choose one, and leave lora out, or leave publish out."
             )
+
+    @property
+    def plan(self) -> Plan:
+        """The pieces that the settings name, made once."""
+        settings = self.method, self.optimizer.optimizer, self.optimizer.clip, self.seed
+        if self.resolved is None or self.resolved.settings != settings:
+            object.__setattr__(self, "resolved", resolve(*settings))
+        assert self.resolved is not None
+        return self.resolved
 
     def _check_models(self, strategy: Strategy | Method) -> None:
         models, replicas = self.model.models, self.placement.replicas
@@ -131,17 +141,13 @@ class Run:
         >>> Run.of(every=50, lr=0.01).optimizer.lr
         0.01
         """
-        return cls().changed(**settings)
+        by_part = _by_part(settings)
+        own = by_part.pop("", {})
+        return cls(**own, **{part: PARTS[part](**given) for part, given in by_part.items()})
 
     def changed(self, **settings: Any) -> Run:
         """This run with these settings changed. Raises `ConfigurationError` for an unknown name."""
-        by_part: dict[str, dict[str, Any]] = {}
-        for name, value in settings.items():
-            if name not in PART_OF:
-                raise ConfigurationError(
-                    f"{name} is no setting{nearest(name, PART_OF)}; a run has {listed(PART_OF, 'thinwire train --help')}."
-                )
-            by_part.setdefault(PART_OF[name], {})[name] = value
+        by_part = _by_part(settings)
         own = by_part.pop("", {})
         parts = {part: dataclasses.replace(getattr(self, part), **given) for part, given in by_part.items()}
         return dataclasses.replace(self, **own, **parts)
@@ -158,27 +164,6 @@ class Run:
         """All settings by name."""
         return {name: getattr(getattr(self, part) if part else self, name) for name, part in PART_OF.items()}
 
-    def make_inner(self) -> Inner:
-        """The inner optimizer: the one that is set, otherwise the strategy's own, otherwise AdamW."""
-        made = self._composition()
-        own = None if made.own_loop else made.inner
-        asked = self.optimizer.optimizer
-        if asked is None:
-            return own or AdamW()
-        inner = parse(asked, offered=pieces_of(Inner), own_files=True)
-        if not isinstance(inner, Inner):
-            raise ConfigurationError(f"optimizer={asked!r}: AdamW, SGD(...), Muon or SAM(...) is needed.")
-        if made.own_loop:
-            raise ConfigurationError(
-                f"optimizer={asked!r} with {self.method.label}: that method is an optimizer itself; leave it out."
-            )
-        if own and inner != own:
-            raise ConfigurationError(
-                f"optimizer={asked!r} with {self.method.label}: that method needs its own inner optimizer, {own}; leave it out, or "
-                "give a Strategy(...) with another inner."
-            )
-        return inner
-
     @cached_property
     def lr(self) -> float:
         """Peak learning rate: the given one, otherwise the default.
@@ -194,7 +179,7 @@ class Run:
     def lr_origin(self) -> str:
         """The source of the learning rate, as text."""
         default, origin = self._default_lr()
-        factor = 1.0 if self.make_method() else self.make_inner().lr_factor
+        factor = 1.0 if self.make_method() else self.plan.inner.lr_factor
         if factor != 1.0:
             return f"{origin if self.lr == default else 'given'}; times lr_factor {factor:g}: {self.lr * factor:g}"
         return origin if self.lr == default else f"given; the default is {default:g}"
@@ -209,32 +194,32 @@ class Run:
     def _default_lr(self) -> tuple[float, str]:
         by_width = self.model.job is None and self.model.model in SIZES and self.model.lora is None
         method = self.make_method()
-        inner: type[Inner] | None = type(self.make_inner()) if method is None else None
+        inner: type[Inner] | None = type(self.plan.inner) if method is None else None
         if method and method.traits.one_model_each:  # each is trained as its size is trained alone
             inner = AdamW
         if by_width and inner in LR_AND_WIDTH:
             width, (factor, power) = SIZES[self.model.model].width, LR_AND_WIDTH[inner]
             divisor = f"{width}^{power:g}".removesuffix("^1")
             return float(f"{factor / width**power:.3g}"), f"the default, {factor:g} / {divisor}, by the model's width"
-        made = self.make_inner() if method is None else None
+        made = self.plan.inner if method is None else None
         if made and type(made) not in LR_AND_WIDTH and made.lr_factor == 1.0:
             return LR, f"the default, which is AdamW's; give --lr for {type(made).__name__}"
         return LR, "the default"
 
     def make_strategy(self) -> Strategy:
         """The strategy with the settings of its recipe and the run's seed. Raises `ConfigurationError` if the method is not a strategy."""
-        made = self._composition()
+        made = self.plan.composition
         if made.own_loop:
             raise ConfigurationError(
                 f"strategy={self.method.label} has its own loop, which only `thinwire train` and `compare` run; here one of "
                 f"{listed(RECIPES, 'thinwire docs strategies')} is needed."
             )
-        return dataclasses.replace(made, seed=self.seed)
+        return made
 
     def make_method(self) -> Method | None:
         """The method with its own loop, with the run's seed; None if this is a strategy."""
-        made = self._composition()
-        return dataclasses.replace(made, seed=self.seed) if made.own_loop else None  # type: ignore[type-var]
+        made = self.plan.composition
+        return made if made.own_loop else None
 
     @property
     def own_steps(self) -> bool:
@@ -245,17 +230,14 @@ class Run:
     @property
     def has_versions(self) -> bool:
         """Whether the replicas agree on whole weights now and then, which they can publish."""
-        made = self._composition()
+        made = self.plan.composition
         return not made.own_loop and not made.exchanges_gradients and self.model.lora is None
 
     @property
     def needs_hub(self) -> bool:
         """Whether the packets are averaged at the hub of its group."""
-        made = self._composition()
-        return not made.own_loop and made.exchange.needs_hub
-
-    def _composition(self) -> Strategy | Method:
-        return self.method.composition(self.optimizer.clip)
+        made = self.plan.composition
+        return not made.own_loop and made.exchange.traits.needs_hub
 
     @property
     def _pieces(self) -> dict[str, str | None]:
@@ -313,7 +295,7 @@ class Run:
 
     def made_of(self) -> dict[str, Any]:
         """The strategy with the choices of its recipe, and the source of the learning rate."""
-        made, lr = self._composition(), {"lr": self.rates}
+        made, lr = self.plan.composition, {"lr": self.rates}
         if made.own_loop:
             return {"every": made.every, **lr, "composition": repr(made)}
         parts = lr | {name: repr(getattr(made, name)) for name in ("partition", "codec", "outer")}
@@ -337,7 +319,7 @@ class Run:
             said.append(f"carrier {there['carrier']!r} there, {given['carrier']!r} given")
         elif self.placement.elastic and self.data.own_text != other.data.own_text:
             said.append(f"own_text {other.data.own_text} there, {self.data.own_text} given")
-        if self._composition() != other._composition():
+        if self.plan.composition != other.changed(seed=self.seed).plan.composition:
             said.append(f"strategy {other.method.label} there, {self.method.label} given")
         return ", ".join(said)
 
@@ -411,6 +393,18 @@ PARTS: dict[str, type] = {
     "placement": Placement,
 }
 PART_OF = {"seed": ""} | {field.name: part for part, kind in PARTS.items() for field in dataclasses.fields(kind)}
+
+
+def _by_part(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Settings by the part that they belong to. Raises `ConfigurationError` for an unknown name."""
+    by_part: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        if name not in PART_OF:
+            raise ConfigurationError(
+                f"{name} is no setting{nearest(name, PART_OF)}; a run has {listed(PART_OF, 'thinwire train --help')}."
+            )
+        by_part.setdefault(PART_OF[name], {})[name] = value
+    return by_part
 
 
 def _moved(there: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

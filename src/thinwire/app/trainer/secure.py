@@ -1,30 +1,20 @@
-"""Replicas that meet at a hub: all on this machine with their own hub, or one replica with a hub anywhere.
-
-python -m thinwire.app.trainer.secure FOLDER INDEX [--resume] LAUNCHER    one replica, as `train_secure` starts it
-"""
+"""A replica of a fixed group that meets at a hub, and the run file that the hub sends it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from thinwire.app.records.published import PublishedFolder
 from thinwire.app.records.run_file import read_run_file
-from thinwire.app.trainer.launch import Stop, Tick, as_replica, run_processes, stopping, train_here
-from thinwire.app.trainer.meeting import HUB, KEYS, TOKEN
+from thinwire.app.trainer.launch import Stop, train_here
 from thinwire.app.trainer.model import SIZES
 from thinwire.app.trainer.place import Place
 from thinwire.app.trainer.run import OF_PIECES, Run
-from thinwire.app.trainer.run_folder import run_in
 from thinwire.comm import Group, parse_link
-from thinwire.comm.private_files import read_private
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.net import Hub, SecureGroup, join
+from thinwire.net import SecureGroup, join
 from thinwire.net.frames import with_reducer
-from thinwire.net.keys import write_private
 from thinwire.net.state import REDUCER
 from thinwire.pieces.own_files import shorten
 from thinwire.registered import setting
@@ -33,29 +23,11 @@ _CORRECT = (
     "have it corrected and the hub started again with --run-file, or give each replica a run file of its own: thinwire join TOKEN run.toml "
     "--name NAME."
 )
-_WAIT_SECONDS = 600.0  # seconds to wait for the other replicas of this machine
-
-
-def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
-    """Run all replicas of `run` as processes of this machine, and their hub in this process. Their output goes to RUN/logs. If the hub
-    averages their packets, another process does that.
-    """
-    replicas = run.placement.replicas
-    hub = Hub(folder / HUB, published=PublishedFolder(folder))
-    try:
-        write_private(folder / HUB / TOKEN, f"{hub.invite(replicas)}\n".encode())
-        command = [sys.executable, "-m", "thinwire.app.trainer.secure", str(folder)]
-        more = ["--resume"] if resume else []
-        averages = setting("reduce").reducing if run.needs_hub else lambda *about, **how: nullcontext()
-        with averages(folder / HUB, replicas, str(folder), orphan_seconds=0.0):
-            run_processes(run, folder, [([*command, str(index), *more], {}) for index in range(replicas)], tick, stop)
-    finally:
-        hub.close()
 
 
 def train_member(run: Run, folder: Path, group: SecureGroup, resume: bool, stop: Stop) -> dict[str, Any]:
     """Train as one replica of a complete group, with its own `folder`."""
-    own = _replicas_of(run, group)
+    own = replicas_of(run, group)
     return train_here(run, Place(own, folder, resume, stop=stop, alone=True, uploader=group.uploader))
 
 
@@ -85,7 +57,8 @@ def _unsaid(text: str) -> None:
     """The command says who is away, beside its progress."""
 
 
-def _replicas_of(run: Run, group: SecureGroup) -> Group:
+def replicas_of(run: Run, group: SecureGroup) -> Group:
+    """The group of the replicas alone, without the hub's reducer."""
     return setting("reduce").WithHub(group) if run.needs_hub else group
 
 
@@ -117,22 +90,3 @@ def run_of_hub(path: Path, elastic: bool) -> Run:
     except ConfigurationError as error:
         why = str(error).removeprefix(f"{path}: ").removesuffix(".")
         raise ConfigurationError(f"the hub's run file is refused ({why}); {_CORRECT}") from None
-
-
-def main() -> int:
-    """One replica, as `train_secure` starts it."""
-    folder, index, resume = Path(sys.argv[1]), int(sys.argv[2]), "--resume" in sys.argv[3:]
-
-    def train(stop: Stop) -> None:
-        run, hub = run_in(folder), folder / HUB
-        with stopping(stop):
-            token = read_private(hub / TOKEN, "the join token").decode()
-            with join_for(run, token, f"replica-{index}", hub / KEYS, str(folder), _WAIT_SECONDS) as group:
-                own = _replicas_of(run, group)
-                train_here(run, Place(own, folder, resume, gpu=index, stop=stop))
-
-    return as_replica(train, has_the_hub=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

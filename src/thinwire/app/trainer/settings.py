@@ -22,7 +22,7 @@ from thinwire.pieces.aggregate import Aggregate
 from thinwire.pieces.own_files import shorten, taken_apart
 from thinwire.pieces.partition import Partition
 from thinwire.pieces.transforms import Clip
-from thinwire.registered import setting
+from thinwire.registered import METHODS, absent, setting
 from thinwire.strategy import Strategy
 
 OF_THE_RECIPE = (
@@ -141,7 +141,7 @@ class MethodSpec(CheckedSettings):
         if name.isidentifier() and name not in PIECES:
             raise ConfigurationError(
                 f"strategy={self.strategy!r} is no recipe{nearest(name, NAMED)}; one of {listed(NAMED, 'thinwire docs strategies')}, "
-                "or a whole Strategy(...), is needed."
+                f"or a whole Strategy(...), is needed.{absent(METHODS)}"
             )
         if given:
             raise ConfigurationError(

@@ -81,7 +81,7 @@ def make_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of the run's method, if that has one of its own; otherwise the run's inner optimizer."""
     if method := run.make_method():
         return method.optimizer(model, run.lr)
-    return run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
+    return run.plan.inner.make(model, run.lr, run.optimizer.weight_decay)
 
 
 def learning_rate(run: Run, step: int) -> float:

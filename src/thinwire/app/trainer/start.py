@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from thinwire.app.jobs.base import Job, Share
-from thinwire.app.records.participation import CARRIER
+from thinwire.app.records.start import CARRIER
 from thinwire.app.trainer.run import Run
 from thinwire.comm import parse_link
 from thinwire.drivers.attached import Method

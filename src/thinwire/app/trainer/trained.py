@@ -126,7 +126,7 @@ def agreed_weights(run: Run, saved: Checkpoint, model: nn.Module) -> dict[str, T
     # a codec of the user's own changes nothing here
     strategy = run.outlined(but=("strategy", "partition", "exchange", "topology")).make_strategy()
     # weights are equal on all replicas, or on none
-    if strategy.exchanges_gradients or not strategy.exchange.agrees:
+    if strategy.exchanges_gradients or not strategy.exchange.traits.agrees:
         return weights
     state = unpack(read_tree(saved.path / "outer.safetensors"), "outer")
     return weights | at_the_anchors(model, weights, state, strategy.partition.fragments(model))

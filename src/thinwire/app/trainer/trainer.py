@@ -10,6 +10,7 @@ import dataclasses
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 from thinwire import checkpoint
 from thinwire.app.jobs.base import Summed, mean_of
 from thinwire.app.jobs.own import OwnJob
-from thinwire.app.records.events import EventLog
+from thinwire.app.records.events import EventLog, Tail
 from thinwire.app.trainer import final
 from thinwire.app.trainer.job import open_job
 from thinwire.app.trainer.loops import (
@@ -33,7 +34,6 @@ from thinwire.app.trainer.loops import (
 )
 from thinwire.app.trainer.place import ElasticPlace, Place, device_of, shard
 from thinwire.app.trainer.publish import Publisher, publishing
-from thinwire.app.trainer.releases import releases
 from thinwire.app.trainer.run import Run
 from thinwire.app.trainer.run_folder import resumed
 from thinwire.app.trainer.setup import learning_rate, make_optimizer
@@ -99,7 +99,7 @@ class Trainer(ABC):
         if place.shards > 1:
             shard(self.model, run.placement.replicas, place.shards, self.device)
         self.job.begin(self.share, place.shard, place.shards)
-        self.method, self.inner = run.make_method(), run.make_inner()
+        self.method, self.inner = run.make_method(), run.plan.inner
         self.lr_factor = 1.0 if self.method else self.inner.lr_factor
         own = self.job.make_optimizer(self.model)
         self.own_rates = bool(own)
@@ -413,12 +413,20 @@ class Trainer(ABC):
             "uploaded": self.ledger.uploaded() or None,
             "ledger": totals.ledger,
             "samples": self.reader.facts(),
-            "privacy": privacy
-            and privacy.spent(releases(self.log, len(self.replica.fragments)), run.placement.replicas),
+            "privacy": privacy and privacy.spent(self._releases(), run.placement.replicas),
             "weights": digest(self.replica.anchors()).hex(),  # digest of the anchors, equal on all replicas
             "link": run.placement.link if link else None,
             "provenance": "emulated" if link or run.placement.slow else "measured",
         }
+
+    def _releases(self) -> int:
+        """An upper bound of the departures in all sessions of the run, for the account of privacy.
+
+        A round that was repeated after a kill counts twice. For each kill, one departure of each fragment may be missing in the log, and so
+        may events for which the log had no room: these are added.
+        """
+        told = Counter(event["event"] for event in Tail(self.log.path).events())
+        return told["depart"] + len(self.replica.fragments) * (told["start"] - 1) + self.log.lost
 
     def _export(self, mark: str = "") -> Path:
         """Write RUN/model.safetensors: the anchors, which are the trained model. With a `mark`, they may not be the final ones."""

@@ -267,8 +267,10 @@ class ElasticDriver(Driver):
         behind = self._trained - self._in_anchors[index]
         weight = behind if self.by_tokens else min(1.0, behind)
         delta = fragment.delta(torch.empty_like(fragment.anchor))
-        if self.strategy.guards:
-            self.training.guard(fragment, delta, behind / (self.training.tokens or 1.0))
+        if self.strategy.guard and self.strategy.guards:
+            periods = behind / (self.training.tokens or 1.0) / self.strategy.schedule.every
+            if clipped := fragment.guarded(self.strategy.guard, delta, periods):
+                self.training.report_clipped(fragment, *clipped)
         claim, generation = (self._reader.claim(index), self._reader.generation) if self._reader else (None, 0)
         renewals = self._renewals[index]
         ready = Ready(index, delta, weight, step, fragment.feedback, claim, generation, self._trained, renewals, behind)
@@ -357,7 +359,7 @@ class ElasticDriver(Driver):
             if flight and merge.keeps_flight:
                 fragment.carry_over(fragment.held(before) - counted.delta)
             elif flight == delay:
-                fragment.mix_anchor(merge)
+                merge.on_land(fragment.landing(anchor))
             else:  # as `Mix(alpha)` for the planned part of the flight; later training is kept whole
                 kept = 1 - (1 - merge.alpha) * delay / flight
                 fragment.carry_over(fragment.held(before) - counted.delta, merge.alpha, kept)

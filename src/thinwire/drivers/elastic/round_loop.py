@@ -51,7 +51,7 @@ from thinwire.drivers.elastic.messages import (
 from thinwire.drivers.elastic.past_deltas import Doubt, PastDeltas
 from thinwire.drivers.elastic.plan import MemberStatus, RoundPlan, check_status, first_in_turn, reconcile
 from thinwire.drivers.elastic.states import Action, Event, State, transition
-from thinwire.drivers.fragment import RoundUpdate
+from thinwire.drivers.flight import Flight
 from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteError, PacketError, UndecidedError
 from thinwire.exchange import SendContext
 from thinwire.membership.rendezvous import Membership
@@ -92,7 +92,7 @@ class RoundLoop:
         )  # checksums of the last exchange; seconds for which a delta waited for its end
         self._voter = EvictionVoter(membership, self._observe, clock)
         self._conduct = Conduct(membership, self._observe)
-        membership.leave_out(self._conduct.excluded, self._conduct.absent)
+        membership.watch(self._conduct)
         self._actions: dict[Action, Callable[..., object]] = {
             Action.HOLD_DUE: self._hold_due, Action.HOLD_ONE: self._hold_one, Action.ADOPT: self._adopt,
             Action.GIVE_FINAL: self._give_final, Action.GIVE_BACK: self._give_back, Action.REMEMBER: self._remember,
@@ -222,7 +222,6 @@ class RoundLoop:
                     f"{len(statuses)} of at least {self.membership.least} members came, and the end of the run is not noted"
                 )
             names = [member.name for member in view.members]
-            self._conduct.hear(names, statuses)
             self._conduct.behind(names, {names[rank] for rank in plan.behind if not statuses[rank].fresh})
             if reason := self._voter.judge(view, statuses):
                 self._alone, self._reason = 0, reason
@@ -263,27 +262,27 @@ class RoundLoop:
         agreed, finishing = self.agreed, self._state is State.FINISHING
         said = {index: self._waiting[index] for index in first_in_turn(self._waiting, self.order, agreed.round)}
         self._generation, reads = self._mail.reads
-        data = status_fields(self._generation > self._void, reads, said) | self._voter.says() | self._conduct.says()
+        data = status_fields(self._generation > self._void, reads, said) | self._voter.says()
         return MemberStatus(
             agreed.round, agreed.state_digest, self._now(), self._state is State.JOINING, finishing, agreed.run, **data
         )
 
     def _newest(self, status: MemberStatus) -> MemberStatus:
-        """The status now, because training continues while this replica waits for a view."""
+        """The status now, because training continues while this replica waits for a view, and others may be missing in a group meanwhile."""
         generation, reads = self._mail.reads
-        now = replace(status, step=self._now())
+        now = replace(status, step=self._now(), **self._conduct.says())
         fresh = status.reads and generation == self._generation
         return replace(now, reads=[reads.serial, reads.version, reads.count]) if fresh else now
 
     def _hold(
         self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]
-    ) -> tuple[RoundPlan, RoundUpdate | None, bool | None]:
+    ) -> tuple[RoundPlan, Flight | None, bool | None]:
         """Level, exchange, vote, commit. Returns the plan that was followed, the update, and whether the round was committed (None: this
         replica does not know).
         """
         ready, reason = self._waiting.pop(plan.fragment, NOTHING), ""
         rank, void, granted = view.group.rank, False, False
-        moved: RoundUpdate | None = None
+        moved: Flight | None = None
         reads, blames = list[ReadCount](), dict[str, str]()
         self._sums = {}
         names = [member.name for member in view.members]
@@ -395,13 +394,13 @@ class RoundLoop:
         self._past.doubted(doubt, whole=ready.renewals == self._renewals[fragment])
         return Outcome(fragment, doubt.round, ready=ready)
 
-    def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
+    def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> Flight:
         """Exchange, and note for whom this replica waited."""
         fragment, own = plan.fragment, view.group.rank in plan.counted
         held = self.agreed.fragment(fragment, self.codecs[fragment], ready.feedback if own else {})
-        context = self._sending_over(view.group)
+        context, timeout = self._sending_over(view.group), self.membership.timeouts.transfer
         moved, waited, self._sums = fly(
-            self.strategy, self.codecs[fragment], held, view, plan, ready, context, self._voter
+            self.strategy, self.codecs[fragment], held, view, plan, ready, context, self._voter, timeout
         )
         view.waited.update({name: view.waited.get(name, 0.0) + seconds for name, seconds in waited.items()})
         return moved
@@ -419,7 +418,7 @@ class RoundLoop:
         self._context = None
 
     def _decide(
-        self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, yes: bool, what: str
+        self, view: View, plan: RoundPlan, ready: Ready, moved: Flight | None, yes: bool, what: str
     ) -> bool | None:
         """Vote on the round: whether all members have all that it needs. None: the result is not known before the next statuses."""
         try:
@@ -433,7 +432,7 @@ class RoundLoop:
             self._observe("doubt", round=plan.round, reason=str(error))
             return None
 
-    def _summary(self, plan: RoundPlan, moved: RoundUpdate | None, reads: Sequence[ReadCount]) -> str:
+    def _summary(self, plan: RoundPlan, moved: Flight | None, reads: Sequence[ReadCount]) -> str:
         """A digest of what a commit would change, which members vote for: a round in which they have unlike results is not committed."""
         readings = [[one.serial, one.version, one.count] for one in reads]
         text = json.dumps([plan.round, plan.fragment, plan.weights, plan.whole, readings, plan.over])
@@ -447,7 +446,7 @@ class RoundLoop:
         view: View,
         plan: RoundPlan,
         ready: Ready,
-        moved: RoundUpdate | None,
+        moved: Flight | None,
         granted: bool,
         reads: Sequence[ReadCount],
     ) -> None:

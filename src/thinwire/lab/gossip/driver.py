@@ -7,7 +7,7 @@ and at the end all replicas take the mean of their weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor
 from thinwire.comm.group import Group
 from thinwire.drivers.base import Training
 from thinwire.drivers.deltas import start_again
+from thinwire.drivers.flight import Flight
 from thinwire.drivers.flights import FixedGroupDriver, Flights
-from thinwire.drivers.fragment import FragmentState, RoundUpdate
+from thinwire.drivers.fragment import FragmentState, RoundState
 from thinwire.drivers.handshake import agree_on_resume
 from thinwire.drivers.module_state import evaluating, gradient, separate_gradients
 from thinwire.errors import ConfigurationError, ModelError, NonFiniteError
@@ -33,47 +34,40 @@ from thinwire.rng import Key
 from thinwire.types import State
 
 
-class GossipUpdate(RoundUpdate):
-    """A gossip round. `theta` are the parameters at its departure, which a checkpoint saves for it."""
+class GossipUpdate(Flight):
+    """A gossip round. Its delta are the parameters at its departure, which a checkpoint saves for it."""
 
-    def __init__(
-        self,
-        fragment: FragmentState,
-        theta: Tensor,
-        rule: GossipRule,
-        buffers: Buffers,
-        *,
-        number: int,
-        departed: int,
-        lands: int,
-    ) -> None:
-        super().__init__(fragment, theta, None, None, buffers, number=number, departed=departed, lands=lands)
+    decodes_own = True
+
+    def __init__(self, round_: RoundState, rule: GossipRule, buffers: Buffers) -> None:
+        super().__init__(round_, buffers)
         self._rule = rule
         self._says: Tensor | None = None  # all vectors, one after another
-        numels = [numel for _, numel in rule.vectors(fragment.codec, theta.numel())]
+        numels = [numel for _, numel in rule.vectors(round_.fragment.codec, round_.delta.numel())]
         self._spans = [(sum(numels[:place]), sum(numels[: place + 1])) for place in range(len(numels))]
         self._heard, self._sent_own = (buffers.floats(sum(numels)) for _ in range(2))
         self._after: State = {}
 
     def signal(self, begin: int, end: int) -> Tensor:
         if self._says is None:
-            said = self._rule.says(self.fragment.anchor, self.delta, self.fragment.exchange)
+            said = self._rule.says(self.fragment.anchor, self.round.delta, self.fragment.exchange)
             self._says = torch.cat(said) if len(said) > 1 else said[0]
         return self._says[begin:end]
 
-    def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
+    def settle(self, begin: int, mean: Tensor, own: Tensor | None) -> None:
+        assert own is not None, "the round decodes_own"
         self._heard[begin : begin + mean.numel()] = mean
-        self._sent_own[begin : begin + mean.numel()] = sent()
+        self._sent_own[begin : begin + mean.numel()] = own
 
     def finish(self) -> bool:
         """Raises `NonFiniteError`, because the others continue with this replica's packet."""
         heard, said = ([flat[begin:end] for begin, end in self._spans] for flat in (self._heard, self._sent_own))
         self.anchor, self._after = self._rule.hears(
-            self.fragment.anchor, self.delta, self.fragment.exchange, heard, said
+            self.fragment.anchor, self.round.delta, self.fragment.exchange, heard, said
         )
         if not all(bool(torch.isfinite(one).all()) for one in (self.anchor, *self._after.values())):
             raise NonFiniteError(
-                f"round {self.number} of fragment {self.fragment.fragment.name!r} gives NaN or infinity in {self._rule}: training diverges. "
+                f"round {self.round.number} of fragment {self.fragment.fragment.name!r} gives NaN or infinity in {self._rule}: training diverges. "
                 "Resume from the last checkpoint with a smaller learning rate, or a smaller momentum or step of the rule."
             )
         return True
@@ -113,10 +107,10 @@ class GossipFlights(Flights):
         if self._asked and number == self.window[0]:
             self.pipeline.stop_requested = True
 
-    def heard(self, update: RoundUpdate) -> None:
-        if update.fragment.index == 0:
-            self.pipeline.stop_requested |= update.stop
-            self.training.stopping |= self.pipeline.stop_requested and update.number == self.window[1] - 1
+    def heard(self, flight: Flight) -> None:
+        if flight.fragment.index == 0:
+            self.pipeline.stop_requested |= flight.stop
+            self.training.stopping |= self.pipeline.stop_requested and flight.round.number == self.window[1] - 1
 
 
 class GossipDriver(FixedGroupDriver):
@@ -175,7 +169,7 @@ class GossipDriver(FixedGroupDriver):
         for index in training.calendar.departs(training.step):
             self._depart(training.fragments[index])
         for fragment in training.fragments:
-            if fragment.flight and fragment.flight.lands == training.step:
+            if fragment.flight and fragment.flight.round.lands == training.step:
                 self._land(fragment, fragment.flight)
 
     def finish(self, keep_seconds: float) -> bool:
@@ -220,7 +214,7 @@ class GossipDriver(FixedGroupDriver):
         if not fragment.finite() and start_again(training):  # such weights must not be sent
             for one in training.fragments:
                 if one.flight:  # its landing counts on the weights that departed
-                    one.load_into_parameters(one.flight.delta)
+                    one.load_into_parameters(one.flight.round.delta)
         if fragment.index == 0:
             self._flights.begins(fragment.rounds)
         theta = fragment.snapshot(self._flights.buffers.like(fragment.anchor))
@@ -230,40 +224,36 @@ class GossipDriver(FixedGroupDriver):
     def _key(self, fragment: FragmentState, number: int) -> Key:
         return Key(self.training.strategy.seed, fragment.index, number, self._group.rank)
 
-    def _begin_round(self, fragment: FragmentState, theta: Tensor, departed: int, number: int) -> RoundUpdate:
-        """See `FragmentState.begin_round`; `theta` are the parameters at the departure."""
-        training, buffers, key = self.training, self._flights.buffers, self._key(fragment, number)
-        rule, judging = self._rule, self._gossip.judging
-        lands = departed + training.strategy.schedule.delay
-        update: RoundUpdate
-        if judging is not None:
-            size = self._group.size
-            sources = self._gossip.sources(key, size)
-            update = JudgedUpdate(
-                fragment, theta, judging, buffers, sources, size, key=key, departed=departed, lands=lands
-            )
-        else:
-            update = GossipUpdate(fragment, theta, rule, buffers, number=number, departed=departed, lands=lands)
-        fragment.flight, fragment.rounds = update, max(fragment.rounds, number + 1)
-        return update
+    def _begin_round(self, fragment: FragmentState, theta: Tensor, departed: int, number: int) -> Flight:
+        """A flight of `theta`, the parameters at the departure."""
+        strategy, buffers, judging = self.training.strategy, self._flights.buffers, self._gossip.judging
+        state = RoundState(
+            fragment, theta, None, None, number, departed, departed + strategy.schedule.delay, fragment.codec
+        )
+        if judging is None:
+            return GossipUpdate(state, self._rule, buffers)
+        key, size = self._key(fragment, number), self._group.size
+        return JudgedUpdate(state, judging, buffers, self._gossip.sources(key, size), size, key)
 
     @torch.no_grad()
-    def _land(self, fragment: FragmentState, update: RoundUpdate) -> None:
+    def _land(self, fragment: FragmentState, flight: Flight) -> None:
         merge = self.training.strategy.merge
-        landed = self._flights.land(update)
-        departed = update.delta.clone() if merge.keeps_flight and update.departed < self.training.step else None
-        if isinstance(update, JudgedUpdate):
-            weights = update.judge(partial(self._losses, fragment))
-            fields = {"fragment": fragment.index, "round": update.number}
+        self._flights.land(flight)
+        departed = (
+            flight.round.delta.clone() if merge.keeps_flight and flight.round.departed < self.training.step else None
+        )
+        if isinstance(flight, JudgedUpdate):
+            weights = flight.judge(partial(self._losses, fragment))
+            fields = {"fragment": fragment.index, "round": flight.round.number}
             self.training.observe(
                 "weighed", self.training.step, **fields, weights={str(r): w for r, w in weights.items()}
             )
-        update.commit()
+        flight.commit()
         if departed is not None:
             fragment.carry_over(departed)
         else:
-            fragment.mix_anchor(merge)
-        landed()
+            merge.on_land(fragment.landing(fragment.anchor))
+        self._flights.landed(flight)
 
     def _losses(self, fragment: FragmentState, theta: Tensor) -> list[float]:
         """The losses of the model on the validation batches with `theta` in place of the replica's own parameters of `fragment`."""

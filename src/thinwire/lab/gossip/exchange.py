@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -16,10 +16,11 @@ from thinwire.codecs import Codec
 from thinwire.comm.group import Group
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError, NonFiniteError
-from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.base import Arrival, Arriving, Exchange, ExchangeTraits, Range, Ranges
 from thinwire.exchange.chunks import Message, Signal, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
-from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.exchange.stage import Stage
 from thinwire.exchange.two_shot import Reduction, reduction_nbytes
 from thinwire.lab.gossip.rules import GossipRule
@@ -111,7 +112,7 @@ class Gossip(Exchange):
     rule: GossipRule
     seed: int = field(default=0, init=False, repr=False, compare=False)  # the strategy's
 
-    agrees: ClassVar[bool] = False
+    traits: ClassVar[ExchangeTraits] = ExchangeTraits(agrees=False)
     needs_fixed_group: ClassVar[str] = "knows its neighbours by their ranks"
 
     def __post_init__(self) -> None:
@@ -217,17 +218,17 @@ class Gossip(Exchange):
             begin += numel
         return _Step(said, _shares(weights[rank], [*sources, rank]))
 
-    def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
+    def arrive(self, departure: _Departure) -> Ranges:
         round_, flags = departure.round, [0] * departure.round.size
         if self.judging is not None:
-            return _arrive_each(departure, self.sources(round_.key, round_.size), settle)
+            return (yield from _arrive_each(departure, self.sources(round_.key, round_.size)))
         for step, following in pairwise(departure.steps):
             heard = torch.empty(sum(numel for _, numel in self.rule.vectors(round_.codec, round_.numel)))
-            flags = _arrived(round_, step, flags, partial(_kept, heard))
+            for begin, mean, _ in _arrived(round_, step, flags):
+                heard[begin : begin + mean.numel()] = mean
             for one in following.said:
                 one.send(partial(_part, heard), round_.key)
-        flags = _arrived(round_, departure.steps[-1], flags, settle)
-        round_.close()
+        yield from _arrived(round_, departure.steps[-1], flags)
         return Arrival(tuple(flags), {})
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
@@ -281,7 +282,7 @@ def _send_each(step: _Step, rule: Judging, state: State, round_: Round) -> None:
             one.tell([target], partial(_part, rule.tells(state, target, round_.key)), round_.key)
 
 
-def _arrive_each(departure: _Departure, sources: Sequence[int], settle: Settle) -> Arrival:
+def _arrive_each(departure: _Departure, sources: Sequence[int]) -> Ranges:
     """Pass on the vectors of `sources`, one source after another, the first vectors of all first. A source that refused is left out: it does
     not count in this round, and its refusal does not refuse the round.
     """
@@ -298,13 +299,12 @@ def _arrive_each(departure: _Departure, sources: Sequence[int], settle: Settle) 
                 packet = one.stage.packet(index, rank)
                 for coded in message.ranges:
                     values = room.sent(coded, packet, replace(round_.key, sender=rank))
-                    settle(begin + place * numel + coded.begin, values, lambda: torch.empty(0))
+                    yield Range(begin + place * numel + coded.begin, values)
         for own in one.own:
             own.wait()
             flags[round_.rank] |= own.flags
         room.close()
         begin += len(sources) * numel
-    round_.close()
     return Arrival(tuple(said & ~REFUSED for said in flags), {})
 
 
@@ -325,11 +325,14 @@ def _nbytes_in_group(codec: Codec, numel: int, size: int, members: int, place: i
     return (members - 1) * packets_nbytes(cut(codec, 0, numel))
 
 
-def _arrived(round_: Round, step: _Step, flags: list[int], settle: Settle) -> list[int]:
-    """Give `settle` the means of a gossip step; returns all flags so far."""
+def _arrived(round_: Round, step: _Step, flags: list[int]) -> Iterator[Range]:
+    """The means of a gossip step; adds to `flags`."""
     for one in step.said:
         if isinstance(one, _Reduced):
-            flags = [a | b for a, b in zip(flags, one.mean.arrive(partial(_settled, settle, one.begin)).flags)]
+            arriving = Arriving(one.mean.arrive())
+            for begin, mean, own in arriving:
+                yield Range(one.begin + begin, mean, own)
+            flags[:] = [a | b for a, b in zip(flags, arriving.arrival.flags)]
             _check_sound(flags, round_.key)
             continue
         room = Decoder(round_, one.codec)
@@ -342,17 +345,9 @@ def _arrived(round_: Round, step: _Step, flags: list[int], settle: Settle) -> li
             packets = {peer: one.stage.packet(index, peer) for peer in heard} | {round_.rank: own}
             for coded in message.ranges:
                 mean = room.mean(coded, packets, round_.key, step.shares)
-                settle(one.begin + coded.begin, mean, partial(room.sent, coded, own, round_.key))
+                sent = room.sent(coded, own, round_.key) if round_.decodes_own else None
+                yield Range(one.begin + coded.begin, mean, sent)
         room.close()
-    return flags
-
-
-def _settled(settle: Settle, first: int, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
-    settle(first + begin, mean, sent)
-
-
-def _kept(into: Tensor, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
-    into[begin : begin + mean.numel()] = mean
 
 
 def _part(of: Tensor, begin: int, end: int) -> Tensor:

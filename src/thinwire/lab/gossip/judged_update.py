@@ -7,31 +7,33 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.drivers.fragment import FragmentState, RoundUpdate
+from thinwire.drivers.flight import Flight
+from thinwire.drivers.fragment import RoundState
 from thinwire.exchange import Buffers
 from thinwire.lab.gossip.trust import Heard, Judging, weighed
 from thinwire.rng import Key
 from thinwire.types import State
 
 
-class JudgedUpdate(RoundUpdate):
-    """A round among this replica and its neighbours `sources`. `theta` are the parameters at its departure. Call `judge` before `commit`."""
+class JudgedUpdate(Flight):
+    """A round among this replica and its neighbours `sources`. Its delta are the parameters at its departure. Call `judge` before `commit`."""
+
+    decodes_own = False
 
     def __init__(
-        self, fragment: FragmentState, theta: Tensor, rule: Judging, buffers: Buffers, sources: Sequence[int], size: int,
-        *, key: Key, departed: int, lands: int,
-    ) -> None:  # fmt: skip
-        super().__init__(fragment, theta, None, None, buffers, number=key.round, departed=departed, lands=lands)
+        self, round_: RoundState, rule: Judging, buffers: Buffers, sources: Sequence[int], size: int, key: Key
+    ) -> None:
+        super().__init__(round_, buffers)
         self._rule, self._key, self._size, self._sources = rule, key, size, sources
-        numels = [numel for _, numel in rule.vectors(fragment.codec, theta.numel())]
+        numels = [numel for _, numel in rule.vectors(round_.fragment.codec, round_.delta.numel())]
         self._heard = buffers.floats(sum(numels) * len(sources)).fill_(torch.nan)  # NaN: not sent
         self._numels = numels
         self._after: State = {}
 
     def signal(self, begin: int, end: int) -> Tensor:
-        return self.delta[begin:end]
+        return self.round.delta[begin:end]
 
-    def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
+    def settle(self, begin: int, mean: Tensor, own: Tensor | None) -> None:
         """Take the values that one neighbour sent; `Gossip` defines their places."""
         self._heard[begin : begin + mean.numel()] = mean
 
@@ -50,11 +52,11 @@ class JudgedUpdate(RoundUpdate):
             begin += rows.numel()
         finite = {rank: row for rank, row in vectors[0].items() if bool(torch.isfinite(row).all())}
         records = vectors[1] if len(vectors) > 1 else {}
-        heard = Heard(self._key, self._size, self.delta, finite, records, losses)
+        heard = Heard(self._key, self._size, self.round.delta, finite, records, losses)
         weights, self._after = self._rule.judges(heard, self.fragment.exchange)
-        mean = weighed(self.delta, finite, weights)
+        mean = weighed(self.round.delta, finite, weights)
         self.anchor, _ = self._rule.hears(
-            self.fragment.anchor, self.delta, self.fragment.exchange, [mean], [self.delta]
+            self.fragment.anchor, self.round.delta, self.fragment.exchange, [mean], [self.round.delta]
         )
         return weights
 

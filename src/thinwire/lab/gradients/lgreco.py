@@ -8,14 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, encode_from
+from thinwire.codecs import Codec, Identity, encode_from
 from thinwire.errors import ConfigurationError, PacketError
+from thinwire.exchange import Round
+from thinwire.exchange.chunks import cut
+from thinwire.exchange.send_queue import Outgoing
+from thinwire.exchange.stage import MOST_STAGES, Stage
 from thinwire.lab.codecs.per_tensor import Each
+from thinwire.packet import payload
 from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
 from thinwire.types import State
@@ -91,6 +97,10 @@ class LGreCo(Deciding):
         """How many numbers replica 0 sends to the others in round `number`."""
         return 0 if number % self.window else len(_each(codec).matrices)
 
+    def before_send(self, codec: Codec, round_: Round) -> _Choices | None:
+        count = self.tells(codec, round_.key.round)
+        return _Choices(self, codec, round_, count) if count else None
+
     def decide(self, codec: Codec, signal: Callable[[int, int], Tensor], numel: int, key: Key) -> Tensor:
         """The choice for the next rounds: for each matrix the index of its option, fp32; `signal` is what this round encodes."""
         each = _each(codec)
@@ -117,6 +127,36 @@ class LGreCo(Deciding):
     def _options(self, codec: Each) -> tuple[Codec, ...]:
         """The options of each matrix; the first is the codec for all."""
         return (codec.codec, *(self.candidates or _around(codec.codec)))
+
+
+class _Choices:
+    """A message of `count` numbers from replica 0 to all others, which leaves after the packets of `round_`; they do not wait for it."""
+
+    def __init__(self, policy: LGreCo, codec: Codec, round_: Round, count: int) -> None:
+        self._told = partial(policy.told, codec)
+        self._decide = partial(policy.decide, codec, round_.signal, round_.numel, round_.key)
+        self._round = Round(
+            round_.context, Identity(), count, round_.key, self._decided, 0, round_.order, round_.step,
+            on_stream=round_.on_stream,
+        )  # fmt: skip
+        self._stage = Stage(self._round, Identity(), MOST_STAGES - 1, purpose="policy")
+        (message,) = cut(Identity(), 0, count)
+        self._own: Outgoing | None = None
+        if round_.rank == 0:
+            self._own = self._stage.send(0, message, round_.peers, self._round.signal, round_.key)
+        else:
+            self._stage.expect({0: (message,)})
+
+    def _decided(self, begin: int, end: int) -> Tensor:
+        return self._decide()[begin:end]
+
+    def on_arrival(self) -> State:
+        self._stage.receive(0)
+        packet = self._stage.packet(0, 0) if self._own is None else self._own.wait()
+        numbers = torch.zeros(self._round.numel)
+        Identity().decode_add(payload(packet), numbers, self._round.key)
+        self._round.close()
+        return self._told(numbers)
 
 
 def choose(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], most: float) -> list[int]:

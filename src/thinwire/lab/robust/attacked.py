@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.base import Exchange, ExchangeTraits, Ranges
 from thinwire.exchange.chunks import Signal, cut
 from thinwire.exchange.round import Round
 from thinwire.exchange.stage import MOST_STAGES, Stage
@@ -62,28 +62,12 @@ class Attacked(Exchange):
         _check_liars(self.liars)
 
     @property
-    def gathers(self) -> bool:
-        return self.exchange.gathers
-
-    @property
-    def agrees(self) -> bool:
-        return self.exchange.agrees
-
-    @property
-    def multiplies(self) -> bool:
-        return self.exchange.multiplies
-
-    @property
-    def needs_hub(self) -> bool:
-        return self.exchange.needs_hub
+    def traits(self) -> ExchangeTraits:
+        return self.exchange.traits
 
     @property
     def feedback(self) -> Feedback | None:
         return self.exchange.feedback
-
-    @property
-    def sends_own(self) -> bool:
-        return self.exchange.sends_own
 
     def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
         return self.exchange.owns(codec, numel, rank, size)
@@ -122,8 +106,9 @@ class Attacked(Exchange):
         round_.signal = lambda begin, end: said[begin:end]
         return self.exchange.depart(round_, inner), first
 
-    def arrive(self, departure: tuple[Any, Tensor | None], settle: Settle) -> Arrival:
-        arrival, first = self.exchange.arrive(departure[0], settle), departure[1]
+    def arrive(self, departure: tuple[Any, Tensor | None]) -> Ranges:
+        first = departure[1]
+        arrival = yield from self.exchange.arrive(departure[0])
         return arrival if first is None else replace(arrival, state={"first": first, **arrival.state})
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:

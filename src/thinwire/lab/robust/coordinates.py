@@ -39,8 +39,9 @@ class RobustRule(Aggregate):
         return torch.eye(len(products), dtype=torch.float64)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """One estimate from `rows` [K, n], for each coordinate; values are added in sorted order. Not called for one row of `mixing`."""
-        raise NotImplementedError(f"{self} combines no rows.")
+        """One estimate from `rows` [K, n], for each coordinate; values are added in sorted order. By default the only row that `mixing` made."""
+        assert len(rows) == 1, f"{self} combines no rows"
+        return rows[0]
 
     def given(self, products: Tensor, key: Key) -> Aggregate:
         size = len(products)

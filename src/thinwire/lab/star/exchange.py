@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError, DisagreementError, PacketError
-from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.base import Arrival, Exchange, ExchangeTraits, Range, Ranges
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.owner import Owner, check_means, check_owners
-from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.round import Round
+from thinwire.exchange.send_queue import Outgoing
 from thinwire.exchange.stage import MOST_STAGES, Stage, heard, tag_of
 from thinwire.packet import REFUSED
 from thinwire.pieces.aggregate import Mean
@@ -70,12 +70,12 @@ class Star(Exchange):
             raise ConfigurationError(f"Star(center={self.center!r}): the rank of a replica, or 'hub', is needed.")
 
     @property
-    def needs_hub(self) -> bool:
-        return self.center == HUB
+    def traits(self) -> ExchangeTraits:
+        return ExchangeTraits(needs_hub=self.center == HUB)
 
     @property
     def needs_fixed_group(self) -> str:
-        if self.needs_hub:
+        if self.traits.needs_hub:
             return "has a hub that averages the packets of one group"
         return "keeps what its center holds back" if self.feedback else ""
 
@@ -83,7 +83,7 @@ class Star(Exchange):
         check_means(self, codec)
 
     def check_beside(self, strategy: Any) -> None:
-        if self.needs_hub and not (strategy.policy.constant and strategy.aggregate == Mean()):
+        if self.traits.needs_hub and not (strategy.policy.constant and strategy.aggregate == Mean()):
             raise ConfigurationError(
                 f"{self} with {strategy.policy}, {strategy.aggregate}: a hub takes the mean of packets in one codec; choose Constant() and "
                 "Mean(), or another exchange."
@@ -98,7 +98,7 @@ class Star(Exchange):
         return self.feedback.init(numel) if self.feedback and rank == self.center else {}
 
     def depart(self, round_: Round, state: State) -> _Departure:
-        if self.needs_hub:
+        if self.traits.needs_hub:
             declare(round_, self.feedback)
         center, messages = self._rank(round_.size), cut(round_.codec, 0, round_.numel)
         at_center = Center(round_, messages, self.feedback, state) if center == round_.rank else None
@@ -109,7 +109,7 @@ class Star(Exchange):
         own = [up.send(index, message, to, round_.signal, round_.key) for index, message in enumerate(messages)]
         return _Departure(round_, messages, own, down, at_center)
 
-    def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
+    def arrive(self, departure: _Departure) -> Ranges:
         round_, at_center = departure.round, departure.center
         center, key = self._rank(round_.size), mean_key(round_)
         flags, void = [0] * round_.size, False
@@ -127,9 +127,9 @@ class Star(Exchange):
             void |= bool(said & REFUSED)
             for coded in () if void else message.ranges:
                 estimate = room.owners(coded, round_.size, packet, key)
-                settle(coded.begin, estimate, partial(room.sent, coded, own.packet, round_.key))
+                own_values = room.sent(coded, own.packet, round_.key) if round_.decodes_own else None
+                yield Range(coded.begin, estimate, own_values)
         room.close()
-        round_.close()
         return Arrival(tuple(flags), at_center.owner.after if at_center else {}, void)
 
     def _mean(self, departure: _Departure, index: int, center: int) -> int:
@@ -138,7 +138,7 @@ class Star(Exchange):
         try:
             return departure.down.receive(index, {center: sender})[center]
         except (PacketError, DisagreementError) as error:
-            name = "the hub" if self.needs_hub else f"replica {center}"
+            name = "the hub" if self.traits.needs_hub else f"replica {center}"
             raise type(error)(str(error).replace(f"replica {sender}", name)) from None
 
     def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
@@ -147,7 +147,7 @@ class Star(Exchange):
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         messages = cut(codec, 0, numel)
         up, down = packets_nbytes(messages), (size - 1) * packets_nbytes(messages, marks=size)
-        if self.needs_hub:
+        if self.traits.needs_hub:
             return up
         if rank is None:
             return max(up, down) if size > 1 else 0
@@ -157,10 +157,10 @@ class Star(Exchange):
         return [self.nbytes_sent(codec, numel, size, rank) for rank in range(size)]
 
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
-        if size == 1 and not self.needs_hub:
+        if size == 1 and not self.traits.needs_hub:
             return 0.0
         messages = cut(codec, 0, numel)
-        from_center = (size if self.needs_hub else size - 1) * packets_nbytes(messages, marks=size)
+        from_center = (size if self.traits.needs_hub else size - 1) * packets_nbytes(messages, marks=size)
         return link.seconds(packets_nbytes(messages)) + link.seconds(from_center)
 
     def _rank(self, size: int) -> int:

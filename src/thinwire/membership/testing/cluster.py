@@ -18,7 +18,7 @@ from thinwire.comm.threads import Key, ThreadGroup, _Hub
 from thinwire.errors import LinkError
 from thinwire.membership.commit import VoteStore
 from thinwire.membership.rendezvous import AbsentError, AnswerLostError, Membership
-from thinwire.membership.testing.clock import VirtualTime
+from thinwire.membership.testing.clock import OrderedTime, VirtualTime
 from thinwire.membership.testing.lighthouse import SimulatedLighthouse, SimulatedVoteStore
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Observe, Presence
@@ -35,6 +35,7 @@ class SimulatedCluster:
 
     Args:
         heartbeat_timeout: seconds of virtual time without a heartbeat after which a replica counts as dead.
+        order: the seed of the order (any number) of what happens at the same virtual time, so that a run can be repeated; None: as threads come.
 
     >>> cluster = SimulatedCluster()
     >>> def replica(name):
@@ -44,8 +45,8 @@ class SimulatedCluster:
     (['oslo', 'paris'], True)
     """
 
-    def __init__(self, heartbeat_timeout: float = 5.0) -> None:
-        self.time = VirtualTime()
+    def __init__(self, heartbeat_timeout: float = 5.0, order: int | None = None) -> None:
+        self.time = VirtualTime() if order is None else OrderedTime(order)
         self.killed: set[str] = set()
         self.frozen: set[str] = set()
         self.cuts: set[frozenset[str]] = set()
@@ -67,6 +68,8 @@ class SimulatedCluster:
 
         def run(name: str, replica: Callable[[str], Any]) -> None:
             try:
+                with self.time:
+                    self.time.begin(name)
                 results[name] = replica(name)
             except BaseException as error:
                 results[name] = error

@@ -38,11 +38,13 @@ from thinwire.app.report.charts import Chart
 from thinwire.app.report.terminal import waiting
 from thinwire.app.trainer.model import text_of_size
 from thinwire.app.trainer.run import Run
+from thinwire.choices import nearest
 from thinwire.comm import Link, quantities
 from thinwire.errors import ConfigurationError
 from thinwire.files import check_place
 from thinwire.membership.channel import LIGHTHOUSE_PORT
 from thinwire.net.token import HUB_PORT
+from thinwire.registered import VERBS, absent
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ def main(arguments: Sequence[str]) -> int:
     beside = {name.partition(".")[2]: verb for name, verb in verbs().items() if name.startswith("plan.")}
     if arguments and arguments[0] in beside:
         return int(beside[arguments[0]].load().main(list(arguments[1:])))
+    if arguments and arguments[0].isidentifier() and not Path(arguments[0]).exists():
+        raise ConfigurationError(
+            f"{arguments[0]!r} is neither links nor one of {', '.join(beside) or 'no commands'}{nearest(arguments[0], beside)}; give "
+            f"links.toml, or one link such as 50mbit,30ms.{absent(VERBS)}"
+        )
     further = "; ".join(f"`thinwire plan {name}`: {verb.about}" for name, verb in beside.items())
     about = f"Rank settings for given links and machines (predicted), and write the best one's run file. Further commands: {further}."
     asked = options.read(Options, "plan", arguments, about)

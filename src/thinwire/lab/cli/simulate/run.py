@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     console.print(_table(scenario, outcome, summary, _unit(run)))
     if strategy.bound:
         console.print(strategy.bound, soft_wrap=True, highlight=False)
-    if not strategy.exchange.agrees:
+    if not strategy.exchange.traits.agrees:
         console.print(_GOSSIP, soft_wrap=True, highlight=False)
     if asked.out is not None:
         (asked.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

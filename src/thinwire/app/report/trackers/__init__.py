@@ -1,1 +1,0 @@
-"""Sends the metrics of a run to trackers: `--log wandb,mlflow,tensorboard,prometheus,jsonl`."""
